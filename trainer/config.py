@@ -21,7 +21,7 @@ from trainer.errors import ConfigError
 
 RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
-Parallelism = Annotated[int, Field(ge=-1, description="-1: the planner decides")]
+Parallelism = Annotated[int, Field(ge=-1)]
 
 
 class Section(BaseModel):
@@ -87,6 +87,8 @@ class ElasticConfig(Section):
 
 
 class ParallelismConfig(Section):
+    """Sizes of the mesh axes. -1: the planner decides, anew for each topology."""
+
     dcn_data_parallelism: Parallelism = -1
     """Replicas across slices."""
     dcn_fsdp_parallelism: Parallelism = 1
@@ -188,11 +190,19 @@ class RunConfig(Section):
                 f"num_hosts.max ({self.num_hosts.max}) is smaller than engine.hosts_per_slice "
                 f"({self.engine.hosts_per_slice}): not one whole slice could exist"
             )
+        whole_slices = self.num_hosts.max // self.engine.hosts_per_slice
+        if whole_slices * self.engine.hosts_per_slice < self.num_hosts.min:
+            raise ValueError(
+                f"num_hosts.min ({self.num_hosts.min}) cannot be reached: num_hosts.max ({self.num_hosts.max}) holds "
+                f"only {whole_slices} whole slices of engine.hosts_per_slice ({self.engine.hosts_per_slice})"
+            )
         return self
 
 
 # What may differ when a run of the same name is started again. Everything else is fixed for the life of a run.
-CHANGEABLE_ON_RESUME = frozenset({"storage", "steps", "num_hosts", "engine", "elastic", "parallelism", "checkpoint", "snapshot"})
+CHANGEABLE_ON_RESUME = frozenset(
+    {"storage", "steps", "num_hosts", "engine", "elastic", "parallelism", "checkpoint", "snapshot"}
+)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -276,7 +286,8 @@ def describe_problem(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
 def _known_keys(model: type[BaseModel], parents: Sequence[str]) -> list[str]:
     for parent in parents:
         annotation = model.model_fields[parent].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
         model = annotation
     return list(model.model_fields)
 

@@ -6,7 +6,7 @@ verify) and writers (the controller) share them. `SCHEMA_VERSION` rises when an 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -30,6 +30,10 @@ Cause = Literal[
     "no_capacity",
     "lease_lost",
     "stopped",
+]
+# Start-up of a worker, in order.
+PhaseName = Literal[
+    "import", "assignment", "rendezvous", "devices", "restore", "data", "trace", "compile", "first_step"
 ]
 # Causes that are planned: the state is saved at a step boundary first, and no step is lost.
 PLANNED_CAUSES: frozenset[Cause] = frozenset({"completed", "drained", "stopped"})
@@ -200,7 +204,7 @@ class WorkerPhase(Event):
     event: Literal["worker_phase"] = "worker_phase"
     host_id: str
     process_index: int
-    phase: Literal["import", "rendezvous", "devices", "trace", "compile", "restore", "first_step"]
+    phase: PhaseName
     seconds: float
 
 
@@ -365,6 +369,3 @@ def parse_event(line: str | bytes) -> JournalEvent | None:
 
 def to_json(record: BaseModel, *, indent: int | None = None) -> bytes:
     return record.model_dump_json(indent=indent).encode() + b"\n"
-
-
-Json = dict[str, Any]

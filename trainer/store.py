@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,7 +87,9 @@ class _LocalPart:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -94,7 +97,8 @@ class LocalStore:
     """A run directory on a POSIX file system."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root.absolute()
+        # Resolved, so that one directory has one name however it was reached: controllers are found by it.
+        self.root = root.resolve()
 
     @property
     def location(self) -> str:
@@ -171,12 +175,30 @@ class LocalStore:
             else:
                 path.unlink(missing_ok=True)
 
+    def probe_parent(self) -> None:
+        """Prove that this directory could be created and written, without creating it.
+
+        Raises:
+            StorageError: naming the nearest existing directory and what is wrong with it.
+        """
+        nearest = next(path for path in [self.root, *self.root.parents] if path.exists())
+        with _storage_errors(f"use {self.root}: {nearest}"):
+            if not nearest.is_dir():
+                raise NotADirectoryError(0, f"{nearest} is not a directory")
+            with tempfile.NamedTemporaryFile(dir=nearest, prefix=".shoal-probe-"):
+                pass
+
     def probe(self) -> None:
         key = f".probe-{uuid.uuid4().hex}"
         self.write(key, b"probe")
         if self.read(key) != b"probe":
             raise StorageError(f"{self.root} does not give back what was written to it")
         self.delete_tree(key)
+
+
+def checkpoint_path(incarnation: int, step: int) -> str:
+    """Where a worker group writes the checkpoint of a step, relative to the run directory."""
+    return f"checkpoints/{incarnation}/{step}"
 
 
 def open_store(location: str) -> LocalStore:

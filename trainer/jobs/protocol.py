@@ -37,7 +37,10 @@ class DataSource(Protocol):
         ...
 
     def baseline_loss(self) -> float | None:
-        """A loss that a trained model must beat, in the unit of `TrainingJob.loss`, or None. For text: the unigram entropy."""
+        """A loss that a trained model must beat, in the unit of `TrainingJob.loss`, or None.
+
+        For text: the entropy of a unigram model.
+        """
         ...
 
 

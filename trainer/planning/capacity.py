@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 def host_order(host_id: str) -> tuple[int, str]:
@@ -19,8 +19,8 @@ class Host(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     host_id: str
-    slice_index: int
-    num_devices: int
+    slice_index: int = Field(ge=0)
+    num_devices: int = Field(ge=0)
 
 
 class Capacity(BaseModel):

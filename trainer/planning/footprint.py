@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 # Rematerialization policies, weakest first: what the backward pass recomputes instead of keeping.
 Remat = Literal["none", "dots", "full"]
@@ -28,6 +28,12 @@ class LeafSpec(BaseModel):
     axes: tuple[str | None, ...]
     """Logical axis of each dim; same length as `shape`."""
     kind: Literal["params", "optimizer", "other"]
+
+    @model_validator(mode="after")
+    def _one_axis_per_dim(self) -> Self:
+        if len(self.axes) != len(self.shape):
+            raise ValueError(f"{self.path}: {len(self.axes)} logical axes for {len(self.shape)} dims")
+        return self
 
     @property
     def nbytes(self) -> int:

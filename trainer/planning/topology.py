@@ -6,70 +6,27 @@ the `jax.sharding.Mesh` of a plan; `trainer.planning.partition` says how each ar
 
 from __future__ import annotations
 
-import math
+from pydantic import BaseModel, ConfigDict
 
-from pydantic import BaseModel, ConfigDict, Field
+from trainer.config import RunConfig
+from trainer.planning.capacity import Capacity, host_order
+from trainer.planning.explain import counted, memory_reason, no_slice_reason, parallelism_reason, plan_notes
+from trainer.planning.footprint import Footprint, Remat
+from trainer.planning.memory import MemoryEstimate, estimate_memory
+from trainer.planning.mesh import BATCH_AXES, FSDP_AXES, MESH_AXES, MeshShape
+from trainer.planning.search import Candidate, Offer, Search
 
-from trainer.planning.footprint import Remat
-
-# Mesh axes in MaxText's terms, outermost first: across slices, then inside one.
-MESH_AXES = ("dcn_data", "dcn_fsdp", "ici_fsdp", "ici_tensor")
-BATCH_AXES = ("dcn_data", "dcn_fsdp", "ici_fsdp")  # the mesh axes that sample rows are sharded over
-FSDP_AXES = ("dcn_fsdp", "ici_fsdp")
-
-
-class MeshShape(BaseModel):
-    """Sizes of the mesh axes. `dcn_data * dcn_fsdp` slices of `ici_fsdp * ici_tensor` devices."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    dcn_data: int = Field(ge=1)
-    dcn_fsdp: int = Field(ge=1)
-    ici_fsdp: int = Field(ge=1)
-    ici_tensor: int = Field(ge=1)
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """In `MESH_AXES` order."""
-        return (self.dcn_data, self.dcn_fsdp, self.ici_fsdp, self.ici_tensor)
-
-    @property
-    def num_devices(self) -> int:
-        return math.prod(self.sizes)
-
-    @property
-    def num_slices(self) -> int:
-        return self.dcn_data * self.dcn_fsdp
-
-    @property
-    def batch_shards(self) -> int:
-        """Ways that the rows of a microbatch are split."""
-        return self.dcn_data * self.dcn_fsdp * self.ici_fsdp
-
-    def __str__(self) -> str:
-        named = [f"{name}={size}" for name, size in zip(MESH_AXES, self.sizes, strict=True) if size > 1]
-        return " × ".join(named) or "1 device"
-
-
-class MemoryEstimate(BaseModel):
-    """Bytes on the fullest device."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    params_bytes: int
-    optimizer_bytes: int
-    gradients_bytes: int
-    activations_bytes: int
-    limit_bytes: int | None
-    """None: no limit known."""
-
-    @property
-    def total_bytes(self) -> int:
-        return self.params_bytes + self.optimizer_bytes + self.gradients_bytes + self.activations_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.limit_bytes is None or self.total_bytes <= self.limit_bytes
+__all__ = [
+    "BATCH_AXES",
+    "FSDP_AXES",
+    "MESH_AXES",
+    "MemoryEstimate",
+    "MeshShape",
+    "Refusal",
+    "TopologyPlan",
+    "check_minimum",
+    "plan_topology",
+]
 
 
 class TopologyPlan(BaseModel):
@@ -94,7 +51,7 @@ class TopologyPlan(BaseModel):
     idle_hosts: tuple[str, ...] = ()
     """Usable hosts that the mesh leaves out."""
     idle_devices_per_host: int = 0
-    """Devices of each used host that the mesh leaves out."""
+    """Devices that each used host has and the mesh leaves out; some hosts may have more, the notes name them."""
     memory: MemoryEstimate
     step_seconds_guess: float
     """The cost model's guess. It ranks meshes; it is not a prediction."""
@@ -112,7 +69,7 @@ class TopologyPlan(BaseModel):
 
     def same_program(self, other: TopologyPlan) -> bool:
         """Whether both compile to the same program for the same processes: then nothing is gained by a resize."""
-        ignored = {"idle_hosts", "idle_devices_per_host", "notes"}
+        ignored = {"idle_hosts", "idle_devices_per_host", "memory", "step_seconds_guess", "notes"}
         return self.model_dump(exclude=ignored) == other.model_dump(exclude=ignored)
 
 
@@ -123,3 +80,134 @@ class Refusal(BaseModel):
 
     reason: str
     needed: str
+
+
+def plan_topology(
+    config: RunConfig, capacity: Capacity, footprint: Footprint, device_memory_bytes: int | None = None
+) -> TopologyPlan | Refusal:
+    """The fastest legal mesh on the usable hosts, by the guess of `trainer.planning.cost`.
+
+    `device_memory_bytes` is what the engine measured; `engine.device_memory_bytes` goes before it. Whether there are
+    enough hosts to start (`num_hosts.min`) is not asked here. The same numbers of hosts and devices give the same
+    plan but for the names of the hosts. Never raises: what cannot be planned is a `Refusal`.
+    """
+    hosts_per_slice = config.engine.hosts_per_slice
+    slices = [hosts for hosts in capacity.whole_slices(hosts_per_slice) if all(host.num_devices > 0 for host in hosts)]
+    if not slices:
+        return Refusal(
+            reason=no_slice_reason(config, capacity),
+            needed=f"at least one whole slice: {counted(hosts_per_slice, 'usable host')} of the same slice",
+        )
+    devices = [min(host.num_devices for host in hosts) for hosts in slices]
+    offer = Offer(hosts_per_slice, tuple(sorted(devices)), config.num_hosts.max // hosts_per_slice)
+    limit_bytes = config.engine.device_memory_bytes or device_memory_bytes
+    search = Search(config, footprint, limit_bytes)
+    chosen = _choose(config, search, offer, footprint, limit_bytes)
+    if isinstance(chosen, Refusal):
+        return chosen
+
+    layout = chosen.layout
+    mesh = layout.mesh(chosen.dcn_data)
+    eligible = [hosts for hosts, least in zip(slices, devices, strict=True) if least >= layout.devices_per_host]
+    used = [host for hosts in eligible[: mesh.num_slices] for host in hosts]
+    used_ids = {host.host_id for host in used}
+    idle = (host.host_id for host in capacity.hosts if host.host_id not in used_ids)
+    return TopologyPlan(
+        hosts=tuple(host.host_id for host in used),
+        devices_per_host=layout.devices_per_host,
+        hosts_per_slice=hosts_per_slice,
+        mesh=mesh,
+        global_batch_size=config.global_batch_size,
+        num_microbatches=chosen.num_microbatches,
+        rows_per_microbatch=mesh.batch_shards * chosen.rows_per_shard,
+        remat=chosen.remat,
+        idle_hosts=tuple(sorted(idle, key=host_order)),
+        idle_devices_per_host=min(host.num_devices for host in used) - layout.devices_per_host,
+        memory=estimate_memory(footprint, mesh, chosen.rows_per_shard, chosen.remat, limit_bytes),
+        step_seconds_guess=chosen.seconds,
+        notes=plan_notes(config, capacity, offer, footprint, chosen, used, limit_bytes),
+    )
+
+
+def check_minimum(config: RunConfig, footprint: Footprint, device_memory_bytes: int | None) -> Refusal | None:
+    """Why the run could not train at its own minimum size, `num_hosts.min` rounded up to whole slices, or None.
+
+    Asked at submission, with hosts as `engine` describes them. `needed` names the smallest number of hosts that
+    would do, up to `num_hosts.max`.
+    """
+    hosts_per_slice = config.engine.hosts_per_slice
+    min_slices = -(-config.num_hosts.min // hosts_per_slice)
+    max_slices = config.num_hosts.max // hosts_per_slice
+    if min_slices > max_slices:
+        return Refusal(
+            reason=(
+                f"num_hosts.min={config.num_hosts.min} needs {counted(min_slices, 'whole slice')} of "
+                f"{counted(hosts_per_slice, 'host')}, num_hosts.max={config.num_hosts.max} allows {max_slices}"
+            ),
+            needed=f"num_hosts.max of at least {min_slices * hosts_per_slice}, or a smaller num_hosts.min",
+        )
+    limit_bytes = config.engine.device_memory_bytes or device_memory_bytes
+    search = Search(config, footprint, limit_bytes)
+    chosen = _choose(config, search, _uniform_offer(config, min_slices), footprint, limit_bytes)
+    return chosen if isinstance(chosen, Refusal) else None
+
+
+def _choose(
+    config: RunConfig, search: Search, offer: Offer, footprint: Footprint, limit_bytes: int | None
+) -> Candidate | Refusal:
+    layouts = search.layouts(offer)
+    chosen = search.cheapest(layouts)
+    if chosen is not None:
+        return chosen
+    if not layouts:
+        reason = parallelism_reason(config, offer)
+    else:
+        layout, remat = search.smallest(layouts)
+        mesh = layout.mesh(layout.data_counts[0])
+        memory = estimate_memory(footprint, mesh, 1, remat, limit_bytes)
+        reason = memory_reason(memory, mesh, remat, offer.num_slices(1) * offer.hosts_per_slice)
+    return Refusal(reason=reason, needed=_what_would_do(config, search, offer, footprint, limit_bytes))
+
+
+def _what_would_do(
+    config: RunConfig, search: Search, offer: Offer, footprint: Footprint, limit_bytes: int | None
+) -> str:
+    """Settings that would give a plan: more hosts, else free parallelism, else nothing but a smaller model."""
+    first = offer.num_slices(1) + 1
+    num_hosts = _smallest_fit(config, search, first)
+    if num_hosts is not None:
+        return (
+            f"{counted(num_hosts, 'host')} of {config.engine.devices_per_host} devices each would do: "
+            f"set num_hosts.min to {num_hosts} (num_hosts.max is {config.num_hosts.max})"
+        )
+    none_fits = f"no number of hosts up to num_hosts.max={config.num_hosts.max} would do"
+    fixed = [name for name in type(config.parallelism).model_fields if getattr(config.parallelism, name) != -1]
+    for names in (*([name] for name in fixed), fixed):
+        parallelism = config.parallelism.model_copy(update=dict.fromkeys(names, -1))
+        freed = config.model_copy(update={"parallelism": parallelism})
+        num_hosts = _smallest_fit(freed, Search(freed, footprint, limit_bytes), 1)
+        if num_hosts is not None:
+            settings = ", ".join(f"parallelism.{name}" for name in names)
+            return f"{none_fits}; with {settings} = -1 (the planner decides) {counted(num_hosts, 'host')} would do"
+    return f"{none_fits}: a smaller model, more memory per device or a larger num_hosts.max is needed"
+
+
+def _smallest_fit(config: RunConfig, search: Search, first_slices: int) -> int | None:
+    """Hosts of the smallest number of slices, from `first_slices` to `num_hosts.max`, that has a legal plan.
+
+    By bisection: what is legal on some slices is legal on more, since slices may idle.
+    """
+    low, high = first_slices, config.num_hosts.max // config.engine.hosts_per_slice
+    if low > high or not search.fits(_uniform_offer(config, high)):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if search.fits(_uniform_offer(config, middle)):
+            high = middle
+        else:
+            low = middle + 1
+    return low * config.engine.hosts_per_slice
+
+
+def _uniform_offer(config: RunConfig, num_slices: int) -> Offer:
+    return Offer(config.engine.hosts_per_slice, (config.engine.devices_per_host,) * num_slices, num_slices)

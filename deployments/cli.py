@@ -1,0 +1,315 @@
+"""The `shoal` command.
+
+Each command imports what it needs when it runs: a bad configuration is refused, and `--help` answers, before prefect
+or jax are touched.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from trainer.config import RunConfig, load_config
+from trainer.errors import RefusedError, ShoalError, StorageError, UserCodeError
+
+if TYPE_CHECKING:
+    from trainer.history import RunHistory
+    from trainer.store import LocalStore
+
+app = typer.Typer(
+    name="shoal",
+    help="Elastic training of JAX models on capacity that comes and goes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML or JSON file", show_default=False)]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a config key")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="run directory", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
+
+
+def main() -> NoReturn:
+    """Entry point: turns what Shoal raises on purpose into one line and its exit code."""
+    try:
+        app(standalone_mode=True)
+    except UserCodeError as error:
+        if error.details:
+            err.print(error.details.rstrip(), markup=False, soft_wrap=True)
+        fail(error)
+    except ShoalError as error:
+        fail(error)
+    sys.exit(0)
+
+
+def fail(error: ShoalError) -> NoReturn:
+    for line in str(error).splitlines():
+        err.print(f"shoal: {line}", markup=False, soft_wrap=True)
+    sys.exit(error.exit_code)
+
+
+# --- train -----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def train(config: ConfigArgument, set_: SetOption = None) -> None:
+    """Train a run here and now, or continue it from its newest good state.
+
+    Exit codes: 0 complete (or already complete), 2 refused before any work, 3 user or data error, 4 failure budget or
+    waiting time spent, 5 stopped by signal with state saved, 6 storage or lease trouble.
+    """
+    run_config = load_config(config, set_ or [])
+    from trainer.control.run import completed_step
+    from trainer.store import run_store
+
+    if (step := completed_step(run_config)) is not None:
+        out.print(f"run {run_config.run_name} is complete at step {step}; nothing to do")
+        print_report_path(run_store(run_config.storage, run_config.run_name))
+        return
+    try:
+        run_here(run_config)
+    except KeyboardInterrupt:
+        err.print("shoal: interrupted before training began")
+        sys.exit(5)
+
+
+def run_here(config: RunConfig) -> None:
+    """Run the flow in this process, with progress on this terminal."""
+    from trainer.control.engines.local import measured_device_memory
+    from trainer.control.journal import listening
+    from trainer.control.run import check_startable
+    from trainer.description import describe_job
+    from trainer.store import run_store
+
+    store = run_store(config.storage, config.run_name)
+    store.probe_parent()
+    from deployments.embedded import prefect_api
+
+    with prefect_api() as server:  # starts while the job is being looked at
+        out.print(f"shoal: run {config.run_name} in {store.location}", markup=False, soft_wrap=True)
+        check_startable(config, describe_job(config), device_memory_bytes=measured_device_memory(config))
+        from prefect.exceptions import CancelledRun
+
+        from deployments.progress import ProgressDisplay
+        from flows.train import train_run
+
+        if server is not None:
+            server.wait_ready()
+        try:
+            with ProgressDisplay(out, config.steps) as display, listening(display):
+                train_run(config)
+        except CancelledRun as error:
+            err.print(f"shoal: {error}", markup=False, soft_wrap=True)
+            sys.exit(5)
+    summarize(store)
+
+
+def summarize(store: LocalStore) -> None:
+    from deployments.status_view import render_status
+    from trainer.history import RunHistory
+
+    out.print()
+    out.print(render_status(RunHistory.load(store)))
+    print_report_path(store)
+
+
+def print_report_path(store: LocalStore) -> None:
+    if store.read("report/report.md") is not None:
+        out.print(f"report: {store.location}/report/report.md", markup=False, soft_wrap=True)
+
+
+# --- looking ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def plan(
+    config: ConfigArgument,
+    hosts: Annotated[int | None, typer.Option("--hosts", min=1, help="healthy hosts; default num_hosts.max")] = None,
+    set_: SetOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Show the topology that would be used on a number of hosts, with its memory, without using any."""
+    run_config = load_config(config, set_ or [])
+    from deployments.plan_view import render_plan, render_refusal
+    from trainer.control.engines.local import measured_device_memory
+    from trainer.description import describe_job
+    from trainer.planning.capacity import Capacity
+    from trainer.planning.topology import Refusal, plan_topology
+
+    description = describe_job(run_config, with_data=False)
+    capacity = Capacity.uniform(
+        hosts or run_config.num_hosts.max,
+        devices_per_host=run_config.engine.devices_per_host,
+        hosts_per_slice=run_config.engine.hosts_per_slice,
+    )
+    planned = plan_topology(run_config, capacity, description.footprint, measured_device_memory(run_config))
+    if isinstance(planned, Refusal):
+        if json_:
+            print_json({"refused": planned.model_dump(mode="json")})
+        else:
+            out.print(render_refusal(planned))
+        sys.exit(2)
+    if json_:
+        print_json(planned.model_dump(mode="json"))
+    else:
+        out.print(render_plan(planned, description.footprint))
+
+
+@app.command()
+def status(run: RunArgument, json_: JsonOption = False) -> None:
+    """Show where a run is: living, finished or dead."""
+    from deployments.status_view import render_status, status_json
+
+    history, live = load_history(run)
+    if json_:
+        print_json(status_json(history, live))
+    else:
+        out.print(render_status(history, live))
+
+
+@app.command()
+def report(run: RunArgument) -> None:
+    """Write the report of a run again, from its directory alone."""
+    from trainer.report import build_report
+
+    path = build_report(existing_run(run))
+    if path is None:
+        raise RefusedError(f"{run}: no step is finished yet, so there is nothing to report")
+    out.print(path, markup=False, soft_wrap=True)
+
+
+@app.command()
+def hosts(run: RunArgument, json_: JsonOption = False) -> None:
+    """List the hosts of a living run: id, state, agent's process and process group, workers."""
+    from trainer.control.remote import RemoteController
+
+    store = existing_run(run)
+    remote = RemoteController.find(store)
+    listed = remote.hosts() if remote is not None else orphaned_hosts(store)
+    if json_:
+        print_json(listed)
+        return
+    from rich.table import Table
+
+    table = Table(box=None)
+    for column in ("host", "state", "pid", "process group", "workers"):
+        table.add_column(column)
+    for host in listed:
+        workers = " ".join(str(pid) for pid in host["workers"]) or "-"
+        table.add_row(
+            host["host_id"], host["state"], *(str(host[key] or "-") for key in ("pid", "process_group")), workers
+        )
+    out.print(table)
+    if remote is None:
+        err.print("shoal: no controller of this run lives on this machine", markup=False)
+
+
+def orphaned_hosts(store: LocalStore) -> list[dict[str, Any]]:
+    """Agents of a run whose controller is gone, until their contact timeout ends them."""
+    import psutil
+
+    from trainer.control.runtime import agent_files, runtime_root
+    from trainer.processes import is_alive
+
+    listed = []
+    for _, agent in agent_files(runtime_root()):
+        if agent.run == store.location and is_alive(agent.process):
+            try:
+                workers = [child.pid for child in psutil.Process(agent.process.pid).children()]
+            except psutil.NoSuchProcess:
+                continue
+            listed.append(
+                {
+                    "host_id": agent.host_id,
+                    "state": "orphaned",
+                    "pid": agent.process.pid,
+                    "process_group": agent.process_group,
+                    "workers": workers,
+                }
+            )
+    return listed
+
+
+@app.command()
+def capacity(
+    run: RunArgument,
+    hosts: Annotated[int, typer.Option("--hosts", min=0, help="hosts that the pool offers from now on")],
+) -> None:
+    """Change how many hosts the pool of a living run offers. The run shrinks or grows at its next step boundary."""
+    from trainer.control.remote import RemoteController
+
+    remote = RemoteController.find(existing_run(run))
+    if remote is None:
+        raise RefusedError(f"{run}: nobody trains this run on this machine, so there is no pool to change")
+    remote.offer(hosts)
+    out.print(f"the pool offers {hosts} hosts")
+
+
+@app.command()
+def doctor(
+    storage: Annotated[str, typer.Option("--storage", help="where runs are to be kept")] = "runs",
+    json_: JsonOption = False,
+) -> None:
+    """Check Python, devices, memory, storage and ports of this machine. Exits 6 if something is missing."""
+    from deployments.doctor import examine
+
+    findings = examine(storage)
+    if json_:
+        print_json([finding.as_json() for finding in findings])
+    else:
+        for finding in findings:
+            mark, style = ("ok  ", "green") if finding.ok else ("FAIL", "bold red")
+            out.print(f"[{style}]{mark}[/] {finding.name}: ", end="")
+            out.print(finding.text, markup=False, soft_wrap=True)
+    if not all(finding.ok for finding in findings):
+        sys.exit(StorageError.exit_code)
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def existing_run(run: str) -> LocalStore:
+    """Raises RefusedError if there is no run in this directory."""
+    from trainer.control.run import RUN_KEY
+    from trainer.store import open_store
+
+    store = open_store(run)
+    if store.read(RUN_KEY) is None:
+        raise RefusedError(f"{run} is not a run directory: it holds no {RUN_KEY}")
+    return store
+
+
+def load_history(run: str) -> tuple[RunHistory, dict[str, Any] | None]:
+    import time
+
+    from trainer.control.lease import is_held
+    from trainer.control.remote import RemoteController
+    from trainer.history import RunHistory
+
+    store = existing_run(run)
+    remote = RemoteController.find(store)
+    history = RunHistory.load(store, living_at=time.time() if remote is not None or is_held(store) else None)
+    if remote is None:
+        return history, None
+    live: dict[str, Any] = {"hosts": remote.hosts()}
+    latest = remote.live()["latest"]
+    if latest is not None:
+        live |= {"step": latest["step"], "loss": latest["loss"]}
+    return history, live
+
+
+def print_json(document: object) -> None:
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

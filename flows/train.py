@@ -1,0 +1,79 @@
+"""The training flow: decide, resize, train a segment, and again until the last step is committed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from prefect import flow, get_run_logger
+from prefect.states import Cancelled
+
+from tasks.capacity import next_decision, wait_for_capacity
+from tasks.report import build_report as publish_report
+from tasks.segment import run_segment
+from tasks.topology import resize_to
+from trainer.config import RunConfig
+from trainer.control.controller import Controller
+from trainer.control.engines.local import measured_device_memory
+from trainer.control.run import completed_step, open_run
+from trainer.control.signals import stopping_on_signals
+from trainer.description import describe_job
+from trainer.errors import BudgetSpentError, SegmentFailedError, StoppedError
+from trainer.planning.policy import Finish, GiveUp, Train, Wait
+
+
+@flow(name="train", flow_run_name="train {config.run_name}", retries=0, persist_result=False, validate_parameters=True)
+def train_run(config: RunConfig) -> Any:
+    """Train a run, or continue it from its newest good state.
+
+    Start, resume after a crash, shrink, grow and retry are all the next turn of this loop; there is no second path.
+    A stop by signal ends the flow run Cancelled, with its state saved; every other early end fails it with the reason.
+    """
+    logger = get_run_logger()
+    if (step := completed_step(config)) is not None:
+        logger.info("run %s is complete at step %d already; nothing to do", config.run_name, step)
+        return {"run": config.run_name, "step": step}
+    description = describe_job(config)
+    run = open_run(config, description, device_memory_bytes=measured_device_memory(config))
+    try:
+        with Controller(run, description) as controller, stopping_on_signals(controller):
+            train(controller)
+    except StoppedError as error:
+        publish_report(run.store)
+        return Cancelled(message=str(error))
+    publish_report(run.store)
+    return {"run": config.run_name, "step": run.config.steps, "directory": run.store.location}
+
+
+def train(controller: Controller) -> None:
+    """The loop of DESIGN section 4.
+
+    Raises:
+        BudgetSpentError: too many failures without progress, or too long without capacity.
+        UserCodeError, StoppedError, LeaseError, StorageError: as the controller reports them.
+    """
+    try:
+        while not isinstance(decision := next_decision(controller), Finish):
+            match decision:
+                case GiveUp():
+                    raise BudgetSpentError(decision.reason)
+                case Wait():
+                    wait_for_capacity(controller, decision, decision.reason)
+                case Train():
+                    advance(controller, decision)
+    except BaseException as error:
+        controller.record_end(error)
+        raise
+    controller.record_end(None)
+
+
+def advance(controller: Controller, decision: Train) -> None:
+    """One segment, with a resize before it if the living group does not fit the plan.
+
+    A failure without progress is not raised: the controller has counted it, and the next decision knows whether the
+    budget allows another try.
+    """
+    with contextlib.suppress(SegmentFailedError):
+        if controller.needs_resize(decision.topology):
+            resize_to(controller, decision.topology)
+        run_segment(controller, decision)

@@ -1,0 +1,779 @@
+"""The controller of a run: what the flow's tasks call, and what goes on between their calls.
+
+It lives in the flow process. Everything asynchronous (agents, worker groups, lease, endpoint) runs on one event loop
+in a thread of its own, so that tasks are plain blocking calls and nothing they do, nor Prefect, holds up training.
+Blocking storage work runs on one storage thread, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trainer import records, wire
+from trainer.config import RunConfig
+from trainer.control.catalog import Catalog, Retention
+from trainer.control.endpoint import Endpoint
+from trainer.control.engines.local import LocalEngine, measured_device_memory
+from trainer.control.journal import Journal
+from trainer.control.lease import RENEW_SECONDS, Lease
+from trainer.control.pool import Pool, PoolHost
+from trainer.control.run import OpenedRun
+from trainer.control.runtime import end_agents_of, make_private_directory, runtime_root, sweep, tidy
+from trainer.control.worker_group import GroupListener, Verdict, WorkerGroup
+from trainer.description import JobDescription
+from trainer.errors import (
+    BudgetSpentError,
+    DataError,
+    GroupFailedError,
+    LeaseError,
+    SegmentFailedError,
+    StoppedError,
+    StorageError,
+    UserCodeError,
+)
+from trainer.planning.capacity import Capacity
+from trainer.planning.policy import Situation, resize_reason
+from trainer.planning.segment import next_boundary
+from trainer.planning.topology import Refusal, TopologyPlan, plan_topology
+from trainer.records import Cause, CommitRecord, MetricsRecord, RestoredFrom, SegmentRecord
+
+LOG = logging.getLogger("shoal")
+T = TypeVar("T")
+
+# Hosts of a pool start together. A first group waits this long for the late ones rather than resize at once.
+_GATHER_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentOutcome:
+    """How a segment ended. Failure is a value here; the task decides whether to raise."""
+
+    cause: Cause
+    start_step: int
+    end_step: int
+    progress: bool
+    """Whether the run's highest committed step rose during the segment."""
+    message: str = ""
+    details: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResizeOutcome:
+    incarnation: int
+    restored_from: RestoredFrom
+    seconds: float
+
+
+@dataclass
+class _Disturbance:
+    """From the end of one group to the first step of the next: what `Recovered` will say."""
+
+    cause: Cause
+    planned: bool
+    hosts: tuple[str, ...]
+    from_hosts: int
+    step: int
+    since: float
+    """Monotonic time of the old group's last finished step."""
+    phases: dict[str, float]
+
+
+class Controller:
+    """Use as a context manager: entering takes the lease and starts the pool, leaving ends every process of the run.
+
+    Public methods are called from the flow's thread and block, unless they say otherwise.
+    """
+
+    def __init__(self, run: OpenedRun, description: JobDescription) -> None:
+        self.id = f"c{uuid.uuid4().hex[:12]}"
+        self.run = run
+        self.config: RunConfig = run.config
+        self._description = description
+        self._store = run.store
+        self._catalog = Catalog(run.store)
+        self._lease = Lease(run.store, self.id)
+        self._storage = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-storage")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="shoal-controller", daemon=True)
+        self._root = runtime_root()
+        self._group: WorkerGroup | None = None
+        self._last_topology: TopologyPlan | None = None
+        self._disturbance: _Disturbance | None = None
+        self._failures = 0
+        self._committed = 0
+        self._waiting_since: float | None = None
+        self._latest: MetricsRecord | None = None
+        self._commits: set[asyncio.Task[None]] = set()
+        self._background: list[asyncio.Task[Any]] = []
+        self._stop_reason: str | None = None
+        self._fatal: Exception | None = None
+        self._aborted = threading.Event()
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Controller:
+        self._lease.acquire(wait_seconds=60.0, on_wait=LOG.info)
+        try:
+            sweep(self._root)
+            end_agents_of(self._root, self._store.location, but_of=self.id)
+            self._journal = Journal(self._store, self.id)
+            self._journal.begin_incarnation(self._lease.incarnation)
+            newest = self._catalog.commits()
+            self._committed = newest[0].step if newest else 0
+            self._journal.record(
+                records.RunOpened,
+                resumed=self.run.resumed,
+                newest_commit=newest[0].step if newest else None,
+                steps=self.config.steps,
+            )
+            self._thread.start()
+            self._call(self._open())
+        except BaseException:
+            self._lease.release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._call(self._close(), interruptible=False)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._storage.shutdown()
+            self._journal.close()
+            self._lease.release()
+
+    async def _open(self) -> None:
+        self._changed = asyncio.Event()
+        self._stop = asyncio.Event()
+        pool_directory = make_private_directory(self._root / "pools" / self.id)
+        self._engine = LocalEngine(
+            self.config, run=self._store.location, controller=self.id, pool_directory=pool_directory
+        )
+        self._pool = Pool(self.config, self._engine, self._host_changed)
+        self._endpoint = Endpoint(self, self._root)
+        await self._endpoint.open()
+        await self._pool.open(self.config.num_hosts.max)
+        self._background.append(asyncio.create_task(self._keep_lease()))
+
+    async def _close(self) -> None:
+        for task in self._background:
+            task.cancel()
+        if self._group is not None:
+            await self._end_group(self._group)
+        await asyncio.gather(*self._commits, return_exceptions=True)
+        await self._endpoint.close()
+        await self._pool.close()
+        self._engine.close()
+        tidy(self._root)
+
+    async def _keep_lease(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            try:
+                await self._in_storage(self._lease.renew)
+            except (LeaseError, StorageError) as error:
+                if isinstance(error, LeaseError):
+                    self._fail(error)
+                    return
+                # A storage that does not answer is not a lost lease yet; the next renewal decides.
+
+    def _fail(self, error: Exception) -> None:
+        """Something that no retry helps: every waiting call ends with it."""
+        if self._fatal is None:
+            self._fatal = error
+            self._stop.set()
+            self._changed.set()
+
+    # --- signals (called from signal handlers and other threads; never block) ---------------------------------------
+
+    def request_stop(self, reason: str) -> None:
+        """Stop at the next step boundary, save, and end with `StoppedError`."""
+
+        def stop() -> None:
+            if self._stop_reason is None:
+                self._stop_reason = reason
+                self._journal.record(records.StopRequested, reason=reason)
+                self._stop.set()
+                self._changed.set()
+
+        self._loop.call_soon_threadsafe(stop)
+
+    def abort(self) -> None:
+        """End everything now. Steps since the last commit are lost; nothing else is."""
+        self._aborted.set()
+
+    # --- what tasks call -------------------------------------------------------------------------------------------
+
+    def situation(self) -> Situation:
+        """What `decide` needs to know now. At the very start waits for the hosts of the pool to come up."""
+        return self._call(self._situation())
+
+    async def _situation(self) -> Situation:
+        if self._last_topology is None:
+            await self._gather()
+        self._raise_if_over()
+        capacity = self._pool.capacity()
+        group = self._living_group()
+        plan: TopologyPlan | Refusal
+        if group is not None and not self._resize_reason_for(group, capacity):
+            plan = group.topology
+        elif self._last_topology is not None and self.config.elastic.mode == "pause":
+            plan = self._last_topology
+        else:
+            plan = self._plan(capacity)
+        waited = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+        return Situation(
+            step=group.step if group else self._committed,
+            committed_step=self._committed,
+            failures_without_progress=self._failures,
+            waited_seconds=waited,
+            capacity=capacity,
+            plan=plan,
+            last_topology=self._last_topology,
+        )
+
+    async def _gather(self) -> None:
+        deadline = time.monotonic() + _GATHER_SECONDS
+        while len(self._pool.capacity().hosts) < self._pool.offered and not self._stop.is_set():
+            if (left := deadline - time.monotonic()) <= 0:
+                return
+            await self._wait_changed(left)
+
+    def wait_for_capacity(self, *, usable: int, needed: int, reason: str, seconds: float) -> None:
+        """Return when the capacity has changed, or after `seconds`."""
+        self._call(self._wait_for_capacity(usable, needed, reason, seconds))
+
+    async def _wait_for_capacity(self, usable: int, needed: int, reason: str, seconds: float) -> None:
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+            self._journal.record(records.Waiting, usable=usable, needed=needed, reason=reason)
+        before = self._pool.capacity()
+        deadline = time.monotonic() + seconds
+        while self._pool.capacity() == before and (left := deadline - time.monotonic()) > 0:
+            await self._wait_changed(left)
+            self._raise_if_over()
+
+    def needs_resize(self, topology: TopologyPlan) -> bool:
+        """Whether `resize` has to run before a segment can train on this topology."""
+        return self._call(self._needs_resize(topology))
+
+    async def _needs_resize(self, topology: TopologyPlan) -> bool:
+        group = self._living_group()
+        return group is None or not group.topology.same_program(topology)
+
+    def resize_story(self, topology: TopologyPlan) -> str:
+        """For names of task runs: `4→3: host-2 lost`, `3→4: grew`, `start on 4 hosts`."""
+        before, disturbance = self._last_topology, self._disturbance
+        if before is None:
+            return f"start on {topology.num_processes} hosts"
+        if disturbance is None or disturbance.planned:
+            reason = "grow" if topology.num_processes > before.num_processes else "planned"
+        else:
+            reason = "lost" if disturbance.cause == "host_lost" else disturbance.cause
+            reason = f"{', '.join(disturbance.hosts)} {reason}"
+        return f"{before.num_processes}→{topology.num_processes}: {reason}"
+
+    def resize(self, topology: TopologyPlan) -> ResizeOutcome:
+        """End the present group, form the next incarnation on `topology` and return when it is ready to step.
+
+        Raises:
+            GroupFailedError: a worker failed on the way; counts as a failure without progress.
+            UserCodeError: the job failed on the way.
+            StoppedError: a stop was requested.
+        """
+        return self._call(self._resize(topology))
+
+    async def _resize(self, topology: TopologyPlan) -> ResizeOutcome:
+        self._raise_if_over()
+        started = time.monotonic()
+        previous = self._group
+        if previous is not None:
+            await self._retire(previous)
+        cause: Cause | str = self._disturbance.cause if self._disturbance else "start"
+        # A group that ended has committed, or failed to commit, all it saved before the next one chooses.
+        await asyncio.gather(*self._commits)
+        commit = await self._choose_commit()
+        restored_from = (
+            RestoredFrom(tier="init", step=0)
+            if commit is None
+            else RestoredFrom(tier="checkpoint", step=commit.step, incarnation=commit.incarnation)
+        )
+        incarnation = self._lease.incarnation + 1
+        await self._in_storage(lambda: self._lease.renew(incarnation))
+        self._journal.begin_incarnation(incarnation)
+        self._journal.record(
+            records.GroupStarting,
+            cause=cause,
+            topology=topology,
+            previous_hosts=self._last_topology.hosts if self._last_topology else (),
+        )
+        links = {}
+        for host_id in topology.hosts:
+            link = self._pool.link(host_id)
+            if link is None:
+                # Lost since the plan was made: the plan is void, and nothing was started that could fail.
+                raise self._failure(GroupFailedError(f"{host_id} was lost before the group started", cause="host_lost"))
+            links[host_id] = link
+        plan_seconds = time.monotonic() - started
+        group = WorkerGroup(
+            incarnation=incarnation,
+            config=self.config,
+            topology=topology,
+            links=links,
+            environment=self._engine.worker_environment,
+            run_directory=self._store.location,
+            restored_from=restored_from,
+            restore_path=commit.path if commit else None,
+            listener=GroupListener(
+                on_phase=self._on_phase,
+                on_steps=self._on_steps,
+                on_saving=self._on_saving,
+                on_saved=self._on_saved,
+                on_save_failed=self._on_save_failed,
+            ),
+        )
+        self._group = group
+        self._last_topology = topology
+        if self._disturbance is not None:
+            self._disturbance.phases["plan"] = plan_seconds
+        boundary = self._boundary_after(restored_from.step)
+        starting = asyncio.create_task(group.start(until_step=self._boundary_after(boundary)))
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not starting.done():  # a stop before the first step: nothing is lost by ending the group at once
+            starting.cancel()
+            await self._end_group(group)
+            self._raise_if_over()
+        starting.result()
+        if group.verdict.done():
+            verdict = group.verdict.result()
+            await self._bury(group, verdict)
+            raise self._failure(self._error_of(verdict, GroupFailedError(verdict.message, cause=verdict.cause)))
+        self._journal.record(records.GroupReady, restored_from=restored_from)
+        return ResizeOutcome(incarnation=incarnation, restored_from=restored_from, seconds=time.monotonic() - started)
+
+    def train_segment(self, until_step: int) -> SegmentOutcome:
+        """Train the living group up to `until_step`, or as far as it gets.
+
+        Raises:
+            UserCodeError: the job's own code failed; no retry helps.
+        """
+        return self._call(self._train_segment(until_step))
+
+    async def _train_segment(self, until_step: int) -> SegmentOutcome:
+        self._raise_if_over()
+        group = self._group
+        assert group is not None
+        self._waiting_since = None
+        start_step, committed_before, started = group.step, self._committed, time.time()
+        index = self._journal.next_segment
+        self._journal.record(records.SegmentStarted, index=index, start_step=start_step, until_step=until_step)
+        # One segment ahead, so that the group never waits for a grant while the flow is busy.
+        group.grant(self._boundary_after(until_step))
+        reaching = asyncio.create_task(group.wait_step(until_step))
+        cause: Cause = "completed"
+        try:
+            while not reaching.done():
+                changed = asyncio.create_task(self._wait_changed(None))
+                await asyncio.wait({reaching, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                if reaching.done():
+                    break
+                if self._stop.is_set():
+                    cause = "stopped"
+                elif self._resize_reason(group):
+                    cause = "drained"
+                else:
+                    continue
+                group.request_stop()
+                await group.wait_ended(self.config.elastic.step_timeout_seconds)
+                break
+        finally:
+            reaching.cancel()
+        if until_step >= self.config.steps and cause == "completed" and not group.verdict.done():
+            await group.wait_ended(self.config.elastic.step_timeout_seconds)
+        verdict = group.verdict.result() if group.verdict.done() else None
+        if verdict is not None:
+            cause = verdict.cause
+            await self._bury(group, verdict)
+        elif group.stopped.done():
+            await self._retire(group)
+        end_step = group.step
+        # A failure is judged by what is committed; a commit that is on its way counts.
+        if verdict is not None or group.stopped.done():
+            await asyncio.gather(*self._commits)
+        progress = self._committed > committed_before
+        self._journal.record(records.SegmentEnded, index=index, cause=cause, start_step=start_step, end_step=end_step)
+        record = SegmentRecord(
+            index=index,
+            incarnation=group.incarnation,
+            cause=cause,
+            start_step=start_step,
+            end_step=end_step,
+            first_sample=start_step * self.config.global_batch_size,
+            num_samples=(end_step - start_step) * self.config.global_batch_size,
+            topology=group.topology,
+            restored_from=group.restored_from,
+            started=started,
+            ended=time.time(),
+        )
+        await self._in_storage(lambda: self._journal.record_segment(record))
+        outcome = SegmentOutcome(
+            cause=cause,
+            start_step=start_step,
+            end_step=end_step,
+            progress=progress,
+            message=verdict.message if verdict else "",
+            details=verdict.details if verdict else "",
+        )
+        if verdict is not None:
+            if not progress:
+                self._failures += 1
+            if isinstance(error := self._error_of(verdict, None), UserCodeError):
+                self._fail(error)
+                raise error
+        return outcome
+
+    def record_end(self, error: BaseException | None) -> None:
+        """Write how the run ended, once, before the controller closes."""
+        self._call(self._record_end(error), interruptible=False)
+
+    async def _record_end(self, error: BaseException | None) -> None:
+        step = self._committed
+        match error:
+            case None:
+                self._journal.record(records.RunEnded, outcome="complete", cause="completed", step=step)
+            case StoppedError():
+                self._journal.record(
+                    records.RunEnded, outcome="stopped", cause="stopped", step=step, message=str(error)
+                )
+            case _:
+                self._journal.record(
+                    records.RunEnded, outcome="failed", cause=_cause_of(error), step=step, message=str(error)
+                )
+
+    @property
+    def failures_without_progress(self) -> int:
+        return self._failures
+
+    # --- what the endpoint calls (on the loop) ----------------------------------------------------------------------
+
+    def hosts(self) -> list[dict[str, Any]]:
+        """As `shoal hosts --json` prints them."""
+        return [
+            {
+                "host_id": host.host_id,
+                "state": host.state,
+                "pid": host.placed.pid if host.placed else None,
+                "process_group": host.placed.process_group if host.placed else None,
+                "workers": sorted(host.link.worker_pids) if host.link else [],
+            }
+            for host in self._pool.hosts.values()
+        ]
+
+    def live(self) -> dict[str, Any]:
+        """What `shoal status` adds to the run directory while the run lives."""
+        group = self._living_group()
+        return {
+            "controller": self.id,
+            "pid": os.getpid(),
+            "incarnation": self._lease.incarnation,
+            "step": group.step if group else self._committed,
+            "committed_step": self._committed,
+            "topology": group.topology.model_dump(mode="json") if group else None,
+            "offered": self._pool.offered,
+            "usable": len(self._pool.capacity().hosts),
+            "waiting": self._waiting_since is not None,
+            "latest": self._latest.model_dump(mode="json") if self._latest else None,
+        }
+
+    def offer(self, num_hosts: int) -> None:
+        self._pool.offer(num_hosts)
+        self._journal.record(records.CapacityChanged, offered=num_hosts, usable=len(self._pool.capacity().hosts))
+        if self._group is None:
+            self._pool.release_leaving(frozenset())
+        self._changed.set()
+
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    def _living_group(self) -> WorkerGroup | None:
+        return self._group if self._group is not None and not self._group.ended else None
+
+    def _plan(self, capacity: Capacity) -> TopologyPlan | Refusal:
+        return plan_topology(self.config, capacity, self._description.footprint, measured_device_memory(self.config))
+
+    def _resize_reason(self, group: WorkerGroup) -> str:
+        # Until the group has made a step of its own, ending it would cost all that its start did.
+        if group.first_step_at is None:
+            return ""
+        return self._resize_reason_for(group, self._pool.capacity())
+
+    def _resize_reason_for(self, group: WorkerGroup, capacity: Capacity) -> str:
+        # In pause mode the topology never changes; a group only stops for hosts that leave.
+        plan = self._plan(capacity) if self.config.elastic.mode == "resize" else group.topology
+        return resize_reason(group.topology, plan, capacity)
+
+    async def _retire(self, group: WorkerGroup) -> None:
+        """End a group by plan: stop it at a step boundary if it still runs, save, let its workers leave."""
+        started = time.monotonic()
+        if not group.ended:
+            group.request_stop()
+            await group.wait_ended(self.config.elastic.step_timeout_seconds)
+        if group.verdict.done():
+            await self._bury(group, group.verdict.result())
+            return
+        await self._part_with(group, await group.dismiss())
+        cause: Cause = (
+            "completed" if group.step >= self.config.steps else "stopped" if self._stop.is_set() else "drained"
+        )
+        self._journal.record(records.GroupEnded, cause=cause, step=group.step)
+        changed = [host for host in group.hosts if (known := self._pool.hosts.get(host)) and known.state == "leaving"]
+        self._disturbance = _Disturbance(
+            cause=cause,
+            planned=True,
+            hosts=tuple(changed),
+            from_hosts=len(group.hosts),
+            step=group.step,
+            since=group.last_step_at or started,
+            phases={"stop": time.monotonic() - started},
+        )
+
+    async def _bury(self, group: WorkerGroup, verdict: Verdict) -> None:
+        """End a failed group: kill what is left of it and write the incident down."""
+        started = time.monotonic()
+        await self._part_with(group, await group.kill())
+        stop_seconds = time.monotonic() - started
+        self._journal.record(
+            records.Incident,
+            cause=verdict.cause,
+            host_ids=verdict.host_ids,
+            step=group.step,
+            alive=verdict.alive,
+            total=len(group.hosts),
+            message=verdict.message,
+            detected_seconds=verdict.detected_seconds,
+            output_tail=verdict.details[-4000:],
+        )
+        self._journal.record(records.GroupEnded, cause=verdict.cause, step=group.step, message=verdict.message)
+        # A second failure on the way back belongs to the same down time: it goes on from where it began.
+        earlier = self._disturbance if group.first_step_at is None else None
+        self._disturbance = _Disturbance(
+            cause=earlier.cause if earlier else verdict.cause,
+            planned=False,
+            hosts=verdict.host_ids,
+            from_hosts=earlier.from_hosts if earlier else len(group.hosts),
+            step=earlier.step if earlier else group.step,
+            since=earlier.since if earlier else (group.last_step_at or started),
+            phases={"detect": verdict.detected_seconds, "stop": stop_seconds},
+        )
+
+    async def _end_group(self, group: WorkerGroup) -> None:
+        """End a group without ceremony: the run is over or was never begun."""
+        await self._part_with(group, await group.kill())
+
+    async def _part_with(self, group: WorkerGroup, disobedient: list[str]) -> None:
+        for host_id in disobedient:
+            await self._pool.expel(host_id)
+        group.close()
+        self._group = None
+        self._pool.release_leaving(frozenset())
+
+    def _error_of(self, verdict: Verdict, otherwise: SegmentFailedError | None) -> Exception | None:
+        match verdict.cause:
+            case "user_error":
+                return UserCodeError(verdict.message, details=verdict.details)
+            case "data_error":
+                return DataError(verdict.message, details=verdict.details)
+            case _:
+                return otherwise
+
+    def _failure(self, error: Exception | None) -> Exception:
+        assert error is not None
+        if isinstance(error, UserCodeError):
+            self._fail(error)
+        else:
+            self._failures += 1
+        return error
+
+    async def _choose_commit(self) -> CommitRecord | None:
+        """The newest checkpoint that is what its record says; others are set aside on the way."""
+
+        def choose() -> tuple[CommitRecord | None, list[tuple[CommitRecord, str]]]:
+            bad: list[tuple[CommitRecord, str]] = []
+            for record, problem in self._catalog.newest_usable():
+                if problem is None:
+                    return record, bad
+                self._catalog.quarantine(record, problem)
+                bad.append((record, problem))
+            return None, bad
+
+        chosen, bad = await self._in_storage(choose)
+        for record, problem in bad:
+            self._journal.record(
+                records.CheckpointQuarantined, step=record.step, of_incarnation=record.incarnation, reason=problem
+            )
+        self._committed = chosen.step if chosen else 0
+        return chosen
+
+    def _boundary_after(self, step: int) -> int:
+        return next_boundary(
+            min(step, self.config.steps - 1), self.config.steps, self.config.checkpoint.save_interval_steps
+        )
+
+    # --- listening to the group and the pool ------------------------------------------------------------------------
+
+    def _host_changed(self, host: PoolHost, reason: str) -> None:
+        if host.state != "leaving":
+            self._journal.record(records.HostChanged, host_id=host.host_id, state=host.state, reason=reason)
+        self._changed.set()
+
+    def _on_phase(self, host_id: str, process_index: int, message: wire.Phase) -> None:
+        self._journal.record(
+            records.WorkerPhase,
+            host_id=host_id,
+            process_index=process_index,
+            phase=message.phase,
+            seconds=message.seconds,
+        )
+
+    def _on_steps(self, metrics: tuple[MetricsRecord, ...]) -> None:
+        first = self._latest is None or self._group is None or self._group.step == metrics[-1].step
+        self._journal.record_metrics(metrics)
+        self._latest = metrics[-1]
+        group = self._group
+        if first and group is not None and metrics[0].step == group.restored_from.step + 1:
+            self._journal.record(records.FirstStep, step=metrics[0].step)
+            self._close_disturbance(group)
+            # Hosts that came while the group was starting were not looked at yet.
+            self._changed.set()
+
+    def _close_disturbance(self, group: WorkerGroup) -> None:
+        disturbance, self._disturbance = self._disturbance, None
+        if disturbance is None:
+            return
+        assert group.first_step_at is not None
+        self._journal.record(
+            records.Recovered,
+            cause=disturbance.cause,
+            planned=disturbance.planned,
+            from_hosts=disturbance.from_hosts,
+            to_hosts=len(group.hosts),
+            step=disturbance.step,
+            resumed_from=group.restored_from.step,
+            down_seconds=group.first_step_at - disturbance.since,
+            phases=disturbance.phases | group.slowest_phases(),
+            hosts=disturbance.hosts,
+        )
+
+    def _on_saving(self, message: wire.Saving) -> None:
+        self._journal.record(records.CheckpointSaving, step=message.step, blocking_seconds=message.blocking_seconds)
+
+    def _on_save_failed(self, message: wire.SaveFailed) -> None:
+        self._journal.record(records.CheckpointFailed, step=message.step, reason=message.reason)
+
+    def _on_saved(self, message: wire.Saved) -> None:
+        assert self._group is not None
+        task = asyncio.create_task(self._commit(self._group.incarnation, message))
+        self._commits.add(task)
+        task.add_done_callback(self._commits.discard)
+
+    async def _commit(self, incarnation: int, message: wire.Saved) -> None:
+        started = time.monotonic()
+
+        def commit() -> tuple[CommitRecord, list[CommitRecord]]:
+            self._lease.renew()  # whoever lost the lease commits nothing
+            record = self._catalog.commit(incarnation, message.step)
+            checkpoint = self.config.checkpoint
+            expired = self._catalog.expired(
+                Retention(keep_last_n=checkpoint.keep_last_n, keep_every=checkpoint.keep_every)
+            )
+            for old in expired:
+                self._catalog.delete(old)
+            return record, expired
+
+        try:
+            record, expired = await self._in_storage(commit)
+        except LeaseError as error:
+            self._fail(error)
+            return
+        except StorageError as error:
+            self._journal.record(records.CheckpointFailed, step=message.step, reason=str(error))
+            return
+        if record.step > self._committed:
+            self._committed = record.step
+            self._failures = 0
+        self._journal.record(
+            records.CheckpointCommitted,
+            step=record.step,
+            nbytes=sum(file.size for file in record.files),
+            save_seconds=message.seconds,
+            verify_seconds=time.monotonic() - started,
+        )
+        for old in expired:
+            self._journal.record(records.CheckpointDeleted, step=old.step, of_incarnation=old.incarnation)
+
+    # --- threads -----------------------------------------------------------------------------------------------------
+
+    async def _wait_changed(self, seconds: float | None) -> None:
+        """Return after a change of hosts or capacity since the last return, or after `seconds`.
+
+        Cleared after the wait, never before it: a change that came while nobody waited must not be missed.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        self._changed.clear()
+
+    def _raise_if_over(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+        if self._stop_reason is not None:
+            raise StoppedError(f"stopped by {self._stop_reason} after step {self._committed}, state saved")
+
+    async def _in_storage(self, work: Callable[[], T]) -> T:
+        return await self._loop.run_in_executor(self._storage, work)
+
+    def _call(self, work: Coroutine[Any, Any, T], *, interruptible: bool = True) -> T:
+        """Run on the loop, wait here. Signal handlers run while waiting; `abort` ends the wait."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            try:
+                return future.result(timeout=0.5)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    return future.result()
+                if interruptible and self._aborted.is_set():
+                    future.cancel()
+                    raise StoppedError(f"stopped at once; steps after {self._committed} are lost") from None
+
+
+def _cause_of(error: BaseException) -> Cause:
+    match error:
+        case DataError():
+            return "data_error"
+        case UserCodeError():
+            return "user_error"
+        case LeaseError():
+            return "lease_lost"
+        case StorageError():
+            return "storage_error"
+        case SegmentFailedError():
+            return error.cause  # type: ignore[return-value]  # made from a Cause
+        case BudgetSpentError():
+            return "no_capacity"
+        case _:
+            return "worker_crashed"

@@ -1,0 +1,91 @@
+"""What happened, as it happens: journal events, metrics and segments of the run directory, and whoever listens.
+
+Written by the controller alone. Parts belong to one incarnation of one controller, so that nothing is ever appended
+to an object that another process may write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from trainer.records import Event, JournalEvent, MetricsRecord, SegmentRecord, to_json
+from trainer.store import AppendPart, Store
+
+E = TypeVar("E", bound=Event)
+Listener = Callable[[JournalEvent | MetricsRecord], None]
+# Set by whoever starts the flow in this process (the command line's progress display) before the controller is made.
+_listener: ContextVar[Listener | None] = ContextVar("shoal_journal_listener", default=None)
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Controllers made inside this block, in this context, pass all events and metrics on to `listener`.
+
+    It is called on the controller's own thread and must not block.
+    """
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+class Journal:
+    """Called on the controller's event loop; each write is one small append."""
+
+    def __init__(self, store: Store, controller: str) -> None:
+        self._store = store
+        self._controller = controller
+        self._listener = _listener.get()
+        self._incarnation = 0
+        self._events: AppendPart | None = None
+        self._metrics: AppendPart | None = None
+        self._next_segment = 1 + max((int(name.split(".")[0]) for name in store.names("segments")), default=-1)
+
+    def begin_incarnation(self, incarnation: int) -> None:
+        """Events and metrics from now on belong to this incarnation."""
+        self.close()
+        self._incarnation = incarnation
+
+    def record(self, kind: type[E], **fields: Any) -> E:
+        """Append one event, stamped with both clocks, and tell the listener."""
+        event = kind(
+            time=time.time(),
+            monotonic=time.monotonic(),
+            incarnation=self._incarnation,
+            controller=self._controller,
+            **fields,
+        )
+        if self._events is None:
+            prefix = f"journal/{self._incarnation}"
+            self._events = self._store.open_part(f"{prefix}/{len(self._store.names(prefix))}.jsonl")
+        self._events.append(to_json(event))
+        if self._listener is not None:
+            self._listener(event)  # type: ignore[arg-type]  # every Event subclass is a JournalEvent
+        return event
+
+    def record_metrics(self, metrics: tuple[MetricsRecord, ...]) -> None:
+        if self._metrics is None:
+            self._metrics = self._store.open_part(f"metrics/{self._incarnation}/{metrics[0].step}.jsonl")
+        self._metrics.append(b"".join(to_json(line) for line in metrics))
+        if self._listener is not None:
+            for line in metrics:
+                self._listener(line)
+
+    @property
+    def next_segment(self) -> int:
+        return self._next_segment
+
+    def record_segment(self, record: SegmentRecord) -> None:
+        self._store.write(f"segments/{record.index}.json", to_json(record, indent=2))
+        self._next_segment = record.index + 1
+
+    def close(self) -> None:
+        for part in (self._events, self._metrics):
+            if part is not None:
+                part.close()
+        self._events = self._metrics = None

@@ -1,0 +1,41 @@
+"""Ctrl-C and SIGTERM while a controller runs in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from trainer.control.controller import Controller
+
+
+@contextlib.contextmanager
+def stopping_on_signals(controller: Controller) -> Iterator[None]:
+    """The first signal stops the run at a step boundary with its state saved, the second ends it at once.
+
+    Does nothing outside the main thread, where Python delivers no signals, and leaves SIGTERM alone under a Prefect
+    runner, which has a meaning of its own for it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen = False
+
+    def handle(number: int, _: FrameType | None) -> None:
+        nonlocal seen
+        if seen:
+            controller.abort()
+        else:
+            seen = True
+            controller.request_stop(signal.Signals(number).name)
+
+    numbers = [signal.SIGINT] if "PREFECT__FLOW_RUN_ID" in os.environ else [signal.SIGINT, signal.SIGTERM]
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

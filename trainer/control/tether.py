@@ -1,0 +1,18 @@
+"""Run another program tied to this one: `python -P -m trainer.control.tether PARENT_PID PROGRAM ARGUMENT…`.
+
+The program gets a session of its own, so that a Ctrl-C meant for Shoal does not reach it, and SIGTERM when its parent
+ends, however that happens. Both survive the exec, so the program needs to know nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from trainer.processes import die_with_parent
+
+if __name__ == "__main__":
+    os.setsid()
+    die_with_parent(int(sys.argv[1]), signal.SIGTERM)
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -1,0 +1,229 @@
+"""Messages between the planes: controller <-> host agent <-> worker. JSON, one message per WebSocket frame or line.
+
+    controller ── WebSocket ──> host agent      StartWorker, ToWorker, KillWorkers, Contact, Leave
+    host agent ── WebSocket ──> controller      Hello, WorkerStarted, FromWorker, WorkerExited
+    host agent ── stdin line ─> worker          Assignment, Coordinator, Grant, Stop, Exit
+    worker     ── pipe line ──> host agent      Phase, CoordinatorListening, Ready, Steps, Saving, Saved, SaveFailed,
+                                                Stopped, Failed
+
+The agent forwards worker messages without reading them. Every message of and to a worker travels in an envelope with
+its incarnation, so that what a stale process says is dropped. No pickle: a socket never carries code.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from trainer.config import RunConfig
+from trainer.planning.topology import TopologyPlan
+from trainer.records import MetricsRecord, PhaseName, RestoredFrom
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# --- to and from workers -----------------------------------------------------------------------------------------
+
+
+class Assignment(Message):
+    """Everything a worker needs to become process `process_index` of its incarnation. First message it gets."""
+
+    type: Literal["assignment"] = "assignment"
+    incarnation: int
+    config: RunConfig
+    topology: TopologyPlan
+    host_id: str
+    process_index: int
+    run_directory: str
+    restore: RestoredFrom
+    restore_path: str | None
+    """Of the checkpoint, relative to the run directory; None: initialize from the seed."""
+    until_step: int
+    """Grant that the group starts with."""
+
+
+class Coordinator(Message):
+    """Where process 0 listens. Sent to the other processes only once it does."""
+
+    type: Literal["coordinator"] = "coordinator"
+    address: str
+
+
+class Grant(Message):
+    """The group may train up to this step."""
+
+    type: Literal["grant"] = "grant"
+    until_step: int
+
+
+class Stop(Message):
+    """Stop at the next common step boundary and save."""
+
+    type: Literal["stop"] = "stop"
+
+
+class Exit(Message):
+    """Leave now; everything is saved. Process 0 gets it last, because it serves the others' coordinator."""
+
+    type: Literal["exit"] = "exit"
+
+
+ToWorkerMessage = Annotated[Assignment | Coordinator | Grant | Stop | Exit, Field(discriminator="type")]
+TO_WORKER: TypeAdapter[ToWorkerMessage] = TypeAdapter(ToWorkerMessage)
+
+
+class Phase(Message):
+    type: Literal["phase"] = "phase"
+    phase: PhaseName
+    seconds: float
+
+
+class CoordinatorListening(Message):
+    type: Literal["coordinator_listening"] = "coordinator_listening"
+    address: str
+
+
+class Ready(Message):
+    """State restored, step compiled."""
+
+    type: Literal["ready"] = "ready"
+    step: int
+
+
+class Steps(Message):
+    """Finished steps, from process 0 alone, in order."""
+
+    type: Literal["steps"] = "steps"
+    metrics: tuple[MetricsRecord, ...]
+
+
+class Saving(Message):
+    """An asynchronous save of `step` has begun; the loop was held up for `blocking_seconds`."""
+
+    type: Literal["saving"] = "saving"
+    step: int
+    blocking_seconds: float
+
+
+class Saved(Message):
+    """This process knows that the checkpoint of `step` is complete in storage."""
+
+    type: Literal["saved"] = "saved"
+    step: int
+    seconds: float
+
+
+class SaveFailed(Message):
+    type: Literal["save_failed"] = "save_failed"
+    step: int
+    reason: str
+
+
+class Stopped(Message):
+    """The loop ended after `step`, and that step's checkpoint is complete (or failed, see SaveFailed)."""
+
+    type: Literal["stopped"] = "stopped"
+    step: int
+
+
+class Failed(Message):
+    """A worker's own record of its failure, written before it exits."""
+
+    type: Literal["failed"] = "failed"
+    kind: Literal["user", "data", "peer", "memory", "storage", "system"]
+    """`peer`: only the echo of another worker's end, seen through a collective."""
+    phase: str
+    error: str
+    """Exception type and message, one line."""
+    traceback: str
+
+
+FromWorkerMessage = Annotated[
+    Phase | CoordinatorListening | Ready | Steps | Saving | Saved | SaveFailed | Stopped | Failed,
+    Field(discriminator="type"),
+]
+FROM_WORKER: TypeAdapter[FromWorkerMessage] = TypeAdapter(FromWorkerMessage)
+
+
+# --- between controller and host agent ----------------------------------------------------------------------------
+
+
+class StartWorker(Message):
+    type: Literal["start_worker"] = "start_worker"
+    incarnation: int
+    assignment: Assignment
+    environment: dict[str, str]
+    """Variables that shape the backend (XLA_FLAGS, JAX_PLATFORMS, …) on top of the agent's own."""
+
+
+class ToWorker(Message):
+    type: Literal["to_worker"] = "to_worker"
+    incarnation: int
+    message: ToWorkerMessage
+
+
+class KillWorkers(Message):
+    """SIGKILL every worker of this incarnation and older; answered by WorkerExited for each."""
+
+    type: Literal["kill_workers"] = "kill_workers"
+    incarnation: int
+
+
+class Contact(Message):
+    """The controller lives. An agent that misses these for `contact_timeout_seconds` kills its workers."""
+
+    type: Literal["contact"] = "contact"
+
+
+class Leave(Message):
+    """The host is withdrawn: kill the workers, remove the host's memory, exit."""
+
+    type: Literal["leave"] = "leave"
+
+
+ToAgentMessage = Annotated[StartWorker | ToWorker | KillWorkers | Contact | Leave, Field(discriminator="type")]
+TO_AGENT: TypeAdapter[ToAgentMessage] = TypeAdapter(ToAgentMessage)
+
+
+class Hello(Message):
+    type: Literal["hello"] = "hello"
+    host_id: str
+    pid: int
+    process_group: int
+
+
+class WorkerStarted(Message):
+    type: Literal["worker_started"] = "worker_started"
+    incarnation: int
+    pid: int
+
+
+class FromWorker(Message):
+    type: Literal["from_worker"] = "from_worker"
+    incarnation: int
+    message: FromWorkerMessage
+
+
+class WorkerExited(Message):
+    type: Literal["worker_exited"] = "worker_exited"
+    incarnation: int
+    pid: int
+    returncode: int
+    """Negative: the number of the signal that ended it."""
+    output_tail: str
+
+
+FromAgentMessage = Annotated[Hello | WorkerStarted | FromWorker | WorkerExited, Field(discriminator="type")]
+FROM_AGENT: TypeAdapter[FromAgentMessage] = TypeAdapter(FromAgentMessage)
+
+
+def encode(message: Message) -> str:
+    """One line of JSON without the newline."""
+    return message.model_dump_json()
+
+
+def json_line(message: Message) -> bytes:
+    return message.model_dump_json().encode() + b"\n"
