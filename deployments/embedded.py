@@ -31,11 +31,11 @@ class EmbeddedServer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port: int = probe.getsockname()[1]
-        arguments = ["server", "start", "--host", "127.0.0.1", "--port", str(self._port), "--no-ui"]
-        arguments += ["--no-scheduler", "--no-late-runs", "--log-level", "ERROR"]
+        tether = [sys.executable, "-P", "-m", "trainer.control.tether", str(os.getpid())]
+        server = [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", "127.0.0.1"]
+        options = ["--port", str(self._port), "--no-ui", "--no-scheduler", "--no-late-runs", "--log-level", "ERROR"]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trainer.control.tether", str(os.getpid())]
-            + [sys.executable, "-P", "-m", "prefect", *arguments],
+            [*tether, *server, *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

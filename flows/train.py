@@ -9,7 +9,7 @@ from prefect import flow, get_run_logger
 from prefect.states import Cancelled
 
 from tasks.capacity import next_decision, wait_for_capacity
-from tasks.report import build_report as publish_report
+from tasks.report import publish_report
 from tasks.segment import run_segment
 from tasks.topology import resize_to
 from trainer.config import RunConfig

@@ -10,9 +10,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from tasks.report import build_report, plot_loss, plot_throughput, render_markdown
 from tests.run_directory_builder import RunDirectoryBuilder, play_disturbed_run
 from trainer.history import RunHistory
+from trainer.report import build_report, plot_loss, plot_throughput, render_markdown
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +153,19 @@ def test_labels_never_lie_over_each_other_however_many_incidents_there_are(tmp_p
     figure = plot_loss(RunHistory.load(run.store))
     boxes = [text.get_window_extent() for text in figure.texts if text.get_text() == "host-1 lost"]
     assert 10 < len(boxes) < 59
-    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
     assert not any(left.overlaps(right) for number, left in enumerate(boxes) for right in boxes[:number])
+
+
+def test_a_label_at_the_edge_stays_inside_the_picture(tmp_path: Path) -> None:
+    run = RunDirectoryBuilder(tmp_path / "run")
+    run.open()
+    run.start_group(2)
+    run.train(50)
+    run.lose_host("a-host-with-a-name-that-reaches-over-the-edge")
+    figure = plot_loss(RunHistory.load(run.store))
+    (label,) = [text for text in figure.texts if text.get_text().endswith("edge lost")]
+    box = label.get_window_extent()
+    assert figure.bbox.x0 < box.x0 < box.x1 < figure.bbox.x1
 
 
 @pytest.mark.filterwarnings("error")
@@ -172,5 +183,5 @@ def test_one_step_is_enough_and_a_loss_that_is_not_finite_is_no_obstacle(tmp_pat
 
 def test_importing_the_report_does_not_import_matplotlib() -> None:
     """Flows import this module; its drawing library costs most of a second."""
-    code = "import sys, tasks.report; sys.exit('matplotlib' in sys.modules or 'prefect' in sys.modules)"
+    code = "import sys, trainer.report; sys.exit('matplotlib' in sys.modules or 'prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

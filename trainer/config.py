@@ -200,8 +200,9 @@ class RunConfig(Section):
 
 
 # What may differ when a run of the same name is started again. Everything else is fixed for the life of a run.
+# The path of the data may differ, its content may not: that is compared by its hash.
 CHANGEABLE_ON_RESUME = frozenset(
-    {"storage", "steps", "num_hosts", "engine", "elastic", "parallelism", "checkpoint", "snapshot"}
+    {"storage", "data", "steps", "num_hosts", "engine", "elastic", "parallelism", "checkpoint", "snapshot"}
 )
 
 
@@ -271,8 +272,9 @@ def describe_problem(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
         # A key at the wrong level is as common as a typo: look for it in the whole tree as well.
         elsewhere = [full for full in _all_keys(model) if full.split(".")[-1] == location[-1]]
         candidates = elsewhere or [".".join([*location[:-1], name]) for name in nearest]
-        hint = f"did you mean {candidates[0]!r}?" if candidates else f"allowed here: {', '.join(sorted(known))}"
-        return f"unknown key {key!r}: {hint}"
+        if candidates:
+            return f"unknown key {key!r}: did you mean {candidates[0]!r}?"
+        return f"unknown key {key!r}" + (f": allowed here: {', '.join(sorted(known))}" if known else "")
     if problem["type"] == "missing":
         return f"{key} is missing: it has no default"
     message = str(problem["msg"]).removeprefix("Value error, ")
@@ -285,10 +287,10 @@ def describe_problem(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
 
 def _known_keys(model: type[BaseModel], parents: Sequence[str]) -> list[str]:
     for parent in parents:
-        annotation = model.model_fields[parent].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        model = annotation
+        field = model.model_fields.get(parent)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return []  # a user's own parameters may nest in ways that name no single model
+        model = field.annotation
     return list(model.model_fields)
 
 

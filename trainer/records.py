@@ -42,7 +42,8 @@ PLANNED_CAUSES: frozenset[Cause] = frozenset({"completed", "drained", "stopped"}
 class Record(BaseModel):
     """Base of all records: frozen. Unknown fields are ignored, so that an older reader can read newer files."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    # A loss may be NaN or infinite, and that is worth recording: JSON's extension for it reads back.
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
 
 class ProcessIdentity(Record):

@@ -22,7 +22,7 @@ from trainer.records import MetricsRecord, PhaseName, RestoredFrom
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 # --- to and from workers -----------------------------------------------------------------------------------------

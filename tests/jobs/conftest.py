@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 _DEVICES = "--xla_force_host_platform_device_count=8"
 
@@ -11,13 +10,3 @@ if "jax" in sys.modules and _DEVICES not in os.environ.get("XLA_FLAGS", ""):
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
-
-import pytest  # noqa: E402  # after the environment, like everything that could import jax
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def examples_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a person who starts Shoal in the repository."""
-    monkeypatch.syspath_prepend(REPOSITORY)

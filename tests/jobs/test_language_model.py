@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,13 +15,14 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax  # type: ignore[import-untyped]  # has no py.typed
+import optax
 import pytest
+from flax import linen as nn
 from hypothesis import given, settings
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainer.errors import ConfigError
-from trainer.jobs.language_model import PRESETS, LanguageModel, LanguageModelParams, _row_dropout
+from trainer.jobs.language_model import PRESETS, LanguageModel, LanguageModelParams, _rotary, _rotate, _row_dropout
 from trainer.jobs.protocol import TrainingJob
 from trainer.jobs.registry import make_job
 from trainer.planning.footprint import REMAT_ORDER, Remat
@@ -206,15 +208,22 @@ def mesh() -> Mesh:
     return jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def test_a_step_on_a_4_by_2_mesh_equals_the_step_on_one_device(mesh: Mesh) -> None:
+@pytest.mark.parametrize("with_batch_rule", [False, True])
+def test_a_step_on_a_4_by_2_mesh_equals_the_step_on_one_device(mesh: Mesh, with_batch_rule: bool) -> None:
     job = tiny(dropout=0.2)
     params, batch = params_of(job.params), rows()
-    shardings = shardings_of(job, mesh)
     by_row = NamedSharding(mesh, PartitionSpec("fsdp"))  # type: ignore[no-untyped-call]  # jax
-    sharded_params = jax.device_put(params, shardings)
+    sharded_params = jax.device_put(params, shardings_of(job, mesh))
     assert not sharded_params["layers"]["gate_up"]["kernel"].sharding.is_fully_replicated
-    sharded = step_of(job.params)(sharded_params, *jax.device_put(batch, by_row))
-    assert_close(step_of(job.params)(params, *batch), jax.device_get(sharded))
+    arguments = (sharded_params, *jax.device_put(batch, by_row))
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("batch", "fsdp")] if with_batch_rule else []):
+        # Traced anew: the cache of the other tests knows nothing of the rules.
+        compiled = step_of.__wrapped__(job.params).lower(*arguments).compile()  # type: ignore[attr-defined]
+    assert_close(step_of(job.params)(params, *batch), jax.device_get(compiled(*arguments)))
+    if with_batch_rule:
+        # Each device multiplies its own rows (2 of 8) with gathered weights, rather than all rows with its own shard.
+        gate_up_of_all_rows = rf"f32\[{ROWS},{job.tokens_per_row},2,\d+\]"
+        assert not re.search(gate_up_of_all_rows, compiled.as_text())
 
 
 def test_initial_parameters_are_the_same_bits_on_any_mesh(mesh: Mesh) -> None:
@@ -265,6 +274,18 @@ def test_the_order_of_earlier_tokens_matters() -> None:
     logits = jax.jit(job.logits)
     params = params_of(job.params)
     assert not np.allclose(logits(params, tokens)[:, -1], logits(params, swapped)[:, -1], atol=1e-4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(first=st.integers(0, 63), second=st.integers(0, 63), shift=st.integers(0, 64))
+def test_rotary_attention_sees_distances_and_not_positions(first: int, second: int, shift: int) -> None:
+    random = np.random.default_rng(5)
+    query, key = (np.broadcast_to(random.normal(size=8), (1, 128, 1, 8)).astype(np.float32) for _ in range(2))
+    rotary = _rotary(128, 8, 100.0)
+    q_TxH, k_TxH = _rotate(jnp.asarray(query), rotary)[0, :, 0], _rotate(jnp.asarray(key), rotary)[0, :, 0]
+    here = float(q_TxH[first] @ k_TxH[second])
+    assert float(q_TxH[first + shift] @ k_TxH[second + shift]) == pytest.approx(here, abs=1e-4)
+    assert float(jnp.linalg.norm(q_TxH[first])) == pytest.approx(float(np.linalg.norm(query[0, 0])), rel=1e-5)
 
 
 def test_grouped_query_attention_equals_full_attention_with_repeated_heads() -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import REPOSITORY
 
+from examples import quadratic
 from trainer.errors import ConfigError
 from trainer.jobs.protocol import DataSource, TrainingJob
 from trainer.jobs.registry import make_job
 
 EXAMPLE = "examples.quadratic:LinearRegression"
 
-pytestmark = pytest.mark.usefixtures("examples_importable")
-
 
 def test_the_example_has_at_most_40_lines() -> None:
-    assert len((REPOSITORY / "examples" / "quadratic.py").read_text().splitlines()) <= 40
+    assert len(Path(quadratic.__file__).read_text().splitlines()) <= 40
 
 
 def test_the_example_satisfies_both_protocols() -> None:

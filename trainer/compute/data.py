@@ -20,7 +20,7 @@ from trainer.planning.topology import TopologyPlan
 _PREFETCH_STEPS = 4
 
 HostBatch = dict[str, Any]
-"""`fields`: name -> microbatches x local rows x …; `weights` float32, `sample_ids` uint32, microbatches x local rows."""
+"""`fields`: name -> microbatches x local rows x …; `weights` float32, `sample_ids` uint32, microbatches x rows."""
 
 
 def sample_order(source: DataSource, seed: int) -> grain.MapDataset[Mapping[str, np.ndarray]]:

@@ -38,7 +38,7 @@ def describe(config: RunConfig, *, with_data: bool) -> JobDescription:
     if with_data:
         source = job.data(config.data.path)
         data = DataRecord(
-            description=str(source),
+            description=str(source) if type(source).__str__ is not object.__str__ else type(source).__qualname__,
             content_hash=source.content_hash(),
             num_samples=len(source),
             baseline_loss=source.baseline_loss(),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 
 from trainer.compute.data import HostBatch
@@ -24,7 +25,7 @@ from trainer.compute.train_state import (
 from trainer.compute.train_step import make_train_step
 from trainer.config import RunConfig
 from trainer.jobs.protocol import TrainingJob
-from trainer.planning.topology import TopologyPlan
+from trainer.planning.topology import BATCH_AXES, TopologyPlan
 
 PyTree = Any
 
@@ -79,7 +80,10 @@ class Program:
             param_shardings=self.state_shardings["params"],
         )
         jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(self.state_shardings, replicated(self.mesh)))
-        return jitted.lower(self.abstract_state, batch, votes)
+        # Inside, a job's logical axis names of activations mean this mesh: rows stay where the batch lies, so that XLA
+        # gathers the weights of a layer and never the rows of the whole batch.
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules([("batch", BATCH_AXES)]):
+            return jitted.lower(self.abstract_state, batch, votes)
 
     def votes(self, vote: int) -> jax.Array:
         """This process's vote on each of its devices."""

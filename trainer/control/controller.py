@@ -347,6 +347,7 @@ class Controller:
         )
         self._group = group
         self._last_topology = topology
+        self._waiting_since = None
         if self._disturbance is not None:
             self._disturbance.phases["plan"] = plan_seconds
         boundary = self._boundary_after(restored_from.step)
@@ -378,7 +379,6 @@ class Controller:
         self._raise_if_over()
         group = self._group
         assert group is not None
-        self._waiting_since = None
         start_step, committed_before, started = group.step, self._committed, time.time()
         index = self._journal.next_segment
         self._journal.record(records.SegmentStarted, index=index, start_step=start_step, until_step=until_step)

@@ -19,8 +19,9 @@ from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
-import optax  # type: ignore[import-untyped]  # has no py.typed
+import optax
 from flax import linen as nn
+from flax.linen.spmd import with_logical_constraint
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trainer.jobs.protocol import Batch, PyTree
@@ -140,7 +141,7 @@ class LanguageModel:
         self.tokens_per_row = self.shape.seq_len
 
     def init(self, key: jax.Array) -> PyTree:
-        return jax.tree.map(lambda box: box.unbox(apply_constraint=False), self._init_boxed(key), is_leaf=_is_box)
+        return jax.tree.map(lambda box: box.unbox(), self._init_boxed(key), is_leaf=_is_box)
 
     def logical_axes(self) -> PyTree:
         # The key is made inside eval_shape: a concrete one would open a backend.
@@ -237,13 +238,13 @@ class _Layer(nn.Module):
         branch_BxTxE = _dense(
             s.embed_dim, ("heads", "head_dim", "embed"), self.dtype, "attention_out", scale=branch_scale, axis=(-2, -1)
         )(attended_BxTxNxH)
-        x_BxTxE = x_BxTxE + drop(branch_BxTxE, 0)
+        x_BxTxE = _by_rows(x_BxTxE + drop(branch_BxTxE, 0))
 
         y_BxTxE = _norm(self.dtype, "mlp_norm")(x_BxTxE)
         gate_up_BxTxCxM = _dense((2, s.mlp_dim), ("embed", "parts", "mlp"), self.dtype, "gate_up")(y_BxTxE)
         hidden_BxTxM = nn.silu(gate_up_BxTxCxM[:, :, 0]) * gate_up_BxTxCxM[:, :, 1]
         branch_BxTxE = _dense(s.embed_dim, ("mlp", "embed"), self.dtype, "mlp_out", scale=branch_scale)(hidden_BxTxM)
-        return x_BxTxE + drop(branch_BxTxE, 1), None
+        return _by_rows(x_BxTxE + drop(branch_BxTxE, 1)), None
 
 
 class _Decoder(nn.Module):
@@ -260,9 +261,10 @@ class _Decoder(nn.Module):
             s.vocab_size,
             s.embed_dim,
             dtype=self.dtype,
-            embedding_init=nn.with_logical_partitioning(nn.initializers.normal(1.0), ("vocab", "embed")),
+            embedding_init=_named(nn.initializers.normal(1.0), ("vocab", "embed")),
             name="embedding",
         )(tokens_BxT)
+        x_BxTxE = _by_rows(x_BxTxE)
         keys_LxB = None
         if keys_B is not None:
             keys_LxB = jax.vmap(lambda key: jax.random.split(key, s.num_layers), out_axes=1)(keys_B)
@@ -292,8 +294,34 @@ _REMAT_POLICIES = {
 Rotary = tuple[jax.Array, jax.Array]  # cosines and sines, each Tx1x(H/2)
 
 
+class _Named(nn.Partitioned[jax.Array]):
+    """A parameter with the logical axes of its dims, and no more.
+
+    Flax's own boxes also constrain the sharding wherever a mesh is set: they take logical names for mesh axes, and fail
+    on the flattened kernels inside `DenseGeneral`.
+    """
+
+    def unbox(self, apply_constraint: bool = True) -> jax.Array:
+        value: jax.Array = self.value
+        return value
+
+
 def _is_box(node: object) -> bool:
-    return isinstance(node, nn.Partitioned)
+    return isinstance(node, _Named)
+
+
+def _named(init: nn.initializers.Initializer, axes: tuple[str, ...]) -> Callable[..., _Named]:
+    return lambda *args: _Named(init(*args), names=axes)
+
+
+def _by_rows(x_BxTxE: jax.Array) -> jax.Array:
+    """Keep the residual stream sharded over its rows, under a mesh and flax's `logical_axis_rules` for "batch".
+
+    Left to itself the compiler may rather keep the shards of the weights in place, give every device all rows, and
+    sum activations of the whole global batch. Without rules this does nothing.
+    """
+    sharded: jax.Array = with_logical_constraint(x_BxTxE, ("batch", None, None))
+    return sharded
 
 
 def _dense(
@@ -311,13 +339,13 @@ def _dense(
         axis=axis,
         use_bias=False,
         dtype=dtype,
-        kernel_init=nn.with_logical_partitioning(init, axes),
+        kernel_init=_named(init, axes),
         name=name,
     )
 
 
 def _norm(dtype: jnp.dtype[Any], name: str) -> nn.RMSNorm:
-    return nn.RMSNorm(dtype=dtype, scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("norm",)), name=name)
+    return nn.RMSNorm(dtype=dtype, scale_init=_named(nn.initializers.ones, ("norm",)), name=name)
 
 
 def _rotary(num_positions: int, head_dim: int, theta: float) -> Rotary:

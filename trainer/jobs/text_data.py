@@ -27,7 +27,7 @@ class TextSource:
     Windows share one byte, so that each byte but the first is predicted exactly once; what does not fill a last window
     (fewer than `seq_len` bytes) is not used. Files are ordered by relative path and joined without a separator.
 
-    Opening costs one `stat` per file. Reading opens the file anew each time: no descriptor is held however many files
+    Opening reads no file. Reading opens the file anew each time: no descriptor is held however many files
     there are, threads share nothing, and a file cut short under a running job is a `DataError`, where a memory map
     would be a SIGBUS.
 
@@ -58,6 +58,9 @@ class TextSource:
                 f"{self._given} holds {self.num_bytes} bytes in {len(self._names)} file(s); one sample needs "
                 f"{seq_len + 1}: add text or lower job_params.seq_len"
             )
+
+    def __str__(self) -> str:
+        return f"{self._given} ({len(self._names)} files, {self.num_bytes:,} bytes)"
 
     def __len__(self) -> int:
         return (self.num_bytes - 1) // self.seq_len
