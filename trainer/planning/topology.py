@@ -135,17 +135,7 @@ def check_minimum(config: RunConfig, footprint: Footprint, device_memory_bytes: 
     Asked at submission, with hosts as `engine` describes them. `needed` names the smallest number of hosts that
     would do, up to `num_hosts.max`.
     """
-    hosts_per_slice = config.engine.hosts_per_slice
-    min_slices = -(-config.num_hosts.min // hosts_per_slice)
-    max_slices = config.num_hosts.max // hosts_per_slice
-    if min_slices > max_slices:
-        return Refusal(
-            reason=(
-                f"num_hosts.min={config.num_hosts.min} needs {counted(min_slices, 'whole slice')} of "
-                f"{counted(hosts_per_slice, 'host')}, num_hosts.max={config.num_hosts.max} allows {max_slices}"
-            ),
-            needed=f"num_hosts.max of at least {min_slices * hosts_per_slice}, or a smaller num_hosts.min",
-        )
+    min_slices = -(-config.num_hosts.min // config.engine.hosts_per_slice)
     limit_bytes = config.engine.device_memory_bytes or device_memory_bytes
     search = Search(config, footprint, limit_bytes)
     chosen = _choose(config, search, _uniform_offer(config, min_slices), footprint, limit_bytes)
