@@ -92,24 +92,24 @@ def run_here(config: RunConfig) -> None:
 
     store = run_store(config.storage, config.run_name)
     store.probe_parent()
-    from deployments.embedded import prefect_api
+    from deployments.embedded import ensure_prefect_api
 
-    with prefect_api() as server:  # starts while the job is being looked at
-        out.print(f"shoal: run {config.run_name} in {store.location}", markup=False, soft_wrap=True)
-        check_startable(config, describe_job(config), device_memory_bytes=measured_device_memory(config))
-        from prefect.exceptions import CancelledRun
+    server = ensure_prefect_api()  # starts while the job is being looked at
+    out.print(f"shoal: run {config.run_name} in {store.location}", markup=False, soft_wrap=True)
+    check_startable(config, describe_job(config), device_memory_bytes=measured_device_memory(config))
+    from prefect.exceptions import CancelledRun
 
-        from deployments.progress import ProgressDisplay
-        from flows.train import train_run
+    from deployments.progress import ProgressDisplay
+    from flows.train import train_run
 
-        if server is not None:
-            server.wait_ready()
-        try:
-            with ProgressDisplay(out, config.steps) as display, listening(display):
-                train_run(config)
-        except CancelledRun as error:
-            err.print(f"shoal: {error}", markup=False, soft_wrap=True)
-            sys.exit(5)
+    if server is not None:
+        server.wait_ready()
+    try:
+        with ProgressDisplay(out, config.steps) as display, listening(display):
+            train_run(config)
+    except CancelledRun as error:
+        err.print(f"shoal: {error}", markup=False, soft_wrap=True)
+        sys.exit(5)
     summarize(store)
 
 

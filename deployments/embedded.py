@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import os
 import socket
 import subprocess
@@ -10,7 +10,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 
 from trainer.errors import ShoalError
 
@@ -71,22 +70,18 @@ class EmbeddedServer:
             self._process.wait()
 
 
-@contextlib.contextmanager
-def prefect_api() -> Iterator[EmbeddedServer | None]:
+def ensure_prefect_api() -> EmbeddedServer | None:
     """Make sure that flows find an API: the one of `PREFECT_API_URL`, or an embedded server started now.
 
-    Enter before the first import of prefect, which reads its settings then. The server starts in the background;
-    `wait_ready` must be called before a flow runs.
+    Call before the first import of prefect, which reads its settings then. The server starts in the background;
+    `wait_ready` must be called before a flow runs. It is closed when the interpreter exits, after prefect's own exit
+    handlers have sent their last logs and events to it: they were registered later, so they run first.
     """
     for name, value in QUIET_SETTINGS.items():
         os.environ.setdefault(name, value)
     if os.environ.get("PREFECT_API_URL"):
-        yield None
-        return
+        return None
     server = EmbeddedServer()
+    atexit.register(server.close)
     os.environ["PREFECT_API_URL"] = server.api_url
-    try:
-        yield server
-    finally:
-        server.close()
-        del os.environ["PREFECT_API_URL"]
+    return server
