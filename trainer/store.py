@@ -7,10 +7,12 @@ it in a directory; other storages implement the same `Store`. Nothing here knows
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,9 @@ from types import TracebackType
 from typing import IO, Protocol, Self
 
 from trainer.errors import RefusedError, StorageError
+
+# POSIX locks exclude other processes only: the threads of one process share them.
+_ONE_UPDATE_PER_PROCESS = threading.Lock()
 
 
 class AppendPart(Protocol):
@@ -98,7 +103,7 @@ class LocalStore:
 
     def __init__(self, root: Path) -> None:
         # Resolved, so that one directory has one name however it was reached: controllers are found by it.
-        self.root = root.resolve()
+        self.root = Path(os.path.realpath(root))  # a loop of links is trouble for whoever reads, not here
 
     @property
     def location(self) -> str:
@@ -140,7 +145,7 @@ class LocalStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             # The lock file is never deleted: a lock on an unlinked file would exclude nobody.
             lock = (path.parent / f".{path.name}.lock").open("ab")
-        with lock:
+        with _ONE_UPDATE_PER_PROCESS, lock:
             with _storage_errors(f"lock {path}"):
                 fcntl.lockf(lock, fcntl.LOCK_EX)  # lockf, not flock: NFS carries POSIX locks between machines
             new = change(self.read(key))
@@ -181,12 +186,15 @@ class LocalStore:
         Raises:
             StorageError: naming the nearest existing directory and what is wrong with it.
         """
-        nearest = next(path for path in [self.root, *self.root.parents] if path.exists())
-        with _storage_errors(f"use {self.root}: {nearest}"):
+        with _storage_errors(f"use {self.root}"):
+            nearest = next(path for path in [self.root, *self.root.parents] if path.exists())
             if not nearest.is_dir():
-                raise NotADirectoryError(0, f"{nearest} is not a directory")
-            with tempfile.NamedTemporaryFile(dir=nearest, prefix=".shoal-probe-"):
-                pass
+                raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is not a directory")
+        with (
+            _storage_errors(f"use {self.root}: nothing can be created in {nearest}"),
+            tempfile.NamedTemporaryFile(dir=nearest, prefix=".shoal-probe-"),
+        ):
+            pass
 
     def probe(self) -> None:
         key = f".probe-{uuid.uuid4().hex}"
@@ -205,16 +213,19 @@ def open_store(location: str) -> LocalStore:
     """The store of a run directory given as a path.
 
     Raises:
-        RefusedError: a scheme that this version cannot serve.
+        RefusedError: a scheme that this version cannot serve, or the home directory of an unknown user.
     """
     if "://" in location:
         raise RefusedError(f"{location}: only local paths are supported in this version")
-    return LocalStore(Path(location).expanduser())
+    try:
+        return LocalStore(Path(location).expanduser())
+    except RuntimeError as error:
+        raise RefusedError(f"{location}: there is no home directory of that name") from error
 
 
 def run_store(storage: str, run_name: str) -> LocalStore:
     """The store of the run directory `<storage>/<run_name>`."""
-    return open_store(str(Path(storage).expanduser() / run_name))
+    return open_store(str(Path(storage) / run_name))
 
 
 @contextlib.contextmanager
