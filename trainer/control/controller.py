@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from trainer import records, wire
 from trainer.config import RunConfig
+from trainer.control.agent_link import AgentLink
 from trainer.control.catalog import Catalog, Retention
 from trainer.control.endpoint import Endpoint
 from trainer.control.engines.local import LocalEngine, measured_device_memory
@@ -46,7 +47,7 @@ from trainer.planning.capacity import Capacity
 from trainer.planning.policy import Situation, resize_reason
 from trainer.planning.segment import next_boundary
 from trainer.planning.topology import Refusal, TopologyPlan, plan_topology
-from trainer.records import Cause, CommitRecord, MetricsRecord, RestoredFrom, SegmentRecord
+from trainer.records import PLANNED_CAUSES, Cause, CommitRecord, MetricsRecord, RestoredFrom, SegmentRecord
 
 LOG = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -110,9 +111,11 @@ class Controller:
         self._group: WorkerGroup | None = None
         self._last_topology: TopologyPlan | None = None
         self._disturbance: _Disturbance | None = None
+        self._decided_on = Capacity()
         self._failures = 0
         self._committed = 0
         self._waiting_since: float | None = None
+        self._save_failure = "no save was reported"
         self._latest: MetricsRecord | None = None
         self._commits: set[asyncio.Task[None]] = set()
         self._background: list[asyncio.Task[Any]] = []
@@ -225,7 +228,7 @@ class Controller:
         if self._last_topology is None:
             await self._gather()
         self._raise_if_over()
-        capacity = self._pool.capacity()
+        capacity = self._decided_on = self._pool.capacity()
         group = self._living_group()
         plan: TopologyPlan | Refusal
         if group is not None and not self._resize_reason_for(group, capacity):
@@ -260,9 +263,9 @@ class Controller:
         if self._waiting_since is None:
             self._waiting_since = time.monotonic()
             self._journal.record(records.Waiting, usable=usable, needed=needed, reason=reason)
-        before = self._pool.capacity()
+        # Compared with what the decision to wait was made on: a change since then must not be waited for again.
         deadline = time.monotonic() + seconds
-        while self._pool.capacity() == before and (left := deadline - time.monotonic()) > 0:
+        while self._pool.capacity() == self._decided_on and (left := deadline - time.monotonic()) > 0:
             await self._wait_changed(left)
             self._raise_if_over()
 
@@ -302,6 +305,7 @@ class Controller:
         previous = self._group
         if previous is not None:
             await self._retire(previous)
+        links = self._links_to(topology.hosts)
         cause: Cause | str = self._disturbance.cause if self._disturbance else "start"
         # A group that ended has committed, or failed to commit, all it saved before the next one chooses.
         await asyncio.gather(*self._commits)
@@ -320,13 +324,6 @@ class Controller:
             topology=topology,
             previous_hosts=self._last_topology.hosts if self._last_topology else (),
         )
-        links = {}
-        for host_id in topology.hosts:
-            link = self._pool.link(host_id)
-            if link is None:
-                # Lost since the plan was made: the plan is void, and nothing was started that could fail.
-                raise self._failure(GroupFailedError(f"{host_id} was lost before the group started", cause="host_lost"))
-            links[host_id] = link
         plan_seconds = time.monotonic() - started
         group = WorkerGroup(
             incarnation=incarnation,
@@ -417,6 +414,12 @@ class Controller:
         if verdict is not None or group.stopped.done():
             await asyncio.gather(*self._commits)
         progress = self._committed > committed_before
+        message = verdict.message if verdict else ""
+        if verdict is None and group.stopped.done() and self._committed < end_step:
+            # All workers stopped as they should, but what they saved is not there: those steps are lost.
+            cause, message = "checkpoint_error", f"step {end_step} could not be saved: {self._save_failure}"
+        if cause not in PLANNED_CAUSES and not progress:
+            self._failures += 1
         self._journal.record(records.SegmentEnded, index=index, cause=cause, start_step=start_step, end_step=end_step)
         record = SegmentRecord(
             index=index,
@@ -437,15 +440,12 @@ class Controller:
             start_step=start_step,
             end_step=end_step,
             progress=progress,
-            message=verdict.message if verdict else "",
+            message=message,
             details=verdict.details if verdict else "",
         )
-        if verdict is not None:
-            if not progress:
-                self._failures += 1
-            if isinstance(error := self._error_of(verdict, None), UserCodeError):
-                self._fail(error)
-                raise error
+        if verdict is not None and isinstance(error := self._error_of(verdict, None), UserCodeError):
+            self._fail(error)
+            raise error
         return outcome
 
     def record_end(self, error: BaseException | None) -> None:
@@ -512,6 +512,13 @@ class Controller:
 
     def _living_group(self) -> WorkerGroup | None:
         return self._group if self._group is not None and not self._group.ended else None
+
+    def _links_to(self, host_ids: tuple[str, ...]) -> dict[str, AgentLink]:
+        links = {host_id: self._pool.link(host_id) for host_id in host_ids}
+        if gone := [host_id for host_id, link in links.items() if link is None]:
+            # Lost since the plan was made: the plan is void. Nothing was started, so no failure is counted.
+            raise GroupFailedError(f"{', '.join(gone)} lost before the group started", cause="host_lost")
+        return {host_id: link for host_id, link in links.items() if link is not None}
 
     def _plan(self, capacity: Capacity) -> TopologyPlan | Refusal:
         return plan_topology(self.config, capacity, self._description.footprint, measured_device_memory(self.config))
@@ -683,6 +690,7 @@ class Controller:
         self._journal.record(records.CheckpointSaving, step=message.step, blocking_seconds=message.blocking_seconds)
 
     def _on_save_failed(self, message: wire.SaveFailed) -> None:
+        self._save_failure = message.reason
         self._journal.record(records.CheckpointFailed, step=message.step, reason=message.reason)
 
     def _on_saved(self, message: wire.Saved) -> None:
@@ -711,6 +719,7 @@ class Controller:
             self._fail(error)
             return
         except StorageError as error:
+            self._save_failure = str(error)
             self._journal.record(records.CheckpointFailed, step=message.step, reason=str(error))
             return
         if record.step > self._committed:
@@ -742,7 +751,8 @@ class Controller:
         if self._fatal is not None:
             raise self._fatal
         if self._stop_reason is not None:
-            raise StoppedError(f"stopped by {self._stop_reason} after step {self._committed}, state saved")
+            saved = f"after step {self._committed}, state saved" if self._committed else "before any step was saved"
+            raise StoppedError(f"stopped by {self._stop_reason} {saved}; the same command continues")
 
     async def _in_storage(self, work: Callable[[], T]) -> T:
         return await self._loop.run_in_executor(self._storage, work)

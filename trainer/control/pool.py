@@ -83,7 +83,7 @@ class Pool:
                     num_devices=engine.devices_per_host,
                 )
                 for host in sorted(self.hosts.values(), key=lambda host: host_order(host.host_id))
-                if host.state == "ready"
+                if host.state == "ready" and self.link(host.host_id) is not None
             )
         )
 

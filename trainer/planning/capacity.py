@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
+@lru_cache(maxsize=2**17)
 def host_order(host_id: str) -> tuple[int, str]:
     """Sort key of stable host ids: by trailing number, so that host-10 follows host-9."""
     number = re.search(r"(\d+)$", host_id)

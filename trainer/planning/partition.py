@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from trainer.planning.footprint import AxisRule, LeafSpec
 from trainer.planning.mesh import FSDP_AXES, MeshShape
@@ -22,7 +23,13 @@ def partition_dims(
     if some dim divides, else the larger axis alone, else the smaller. Mesh axes of size 1 do not appear.
     """
     assert len(shape) == len(axes), f"{len(shape)} dims but {len(axes)} logical axes"
-    rules: list[AxisRule] = ["fsdp" if axis is None else axis_rules.get(axis, "fsdp") for axis in axes]
+    rules: tuple[AxisRule, ...] = tuple("fsdp" if axis is None else axis_rules.get(axis, "fsdp") for axis in axes)
+    return _partition(tuple(shape), rules, mesh)
+
+
+# Parameters and their optimizer moments lie alike, and a run plans again and again for the same few meshes.
+@lru_cache(maxsize=2**14)
+def _partition(shape: tuple[int, ...], rules: tuple[AxisRule, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
     placed: list[tuple[str, ...]] = [()] * len(shape)
 
     if mesh.ici_tensor > 1:
