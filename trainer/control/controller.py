@@ -658,12 +658,14 @@ class Controller:
         )
 
     def _on_steps(self, metrics: tuple[MetricsRecord, ...]) -> None:
-        first = self._latest is None or self._group is None or self._group.step == metrics[-1].step
+        group = self._group
+        assert group is not None, "a closed group says nothing"
+        first = metrics[0].step == group.restored_from.step + 1
+        if first:  # before its metrics, so that a reader knows whose they are
+            self._journal.record(records.FirstStep, step=metrics[0].step)
         self._journal.record_metrics(metrics)
         self._latest = metrics[-1]
-        group = self._group
-        if first and group is not None and metrics[0].step == group.restored_from.step + 1:
-            self._journal.record(records.FirstStep, step=metrics[0].step)
+        if first:
             self._close_disturbance(group)
             # Hosts that came while the group was starting were not looked at yet.
             self._changed.set()
