@@ -22,7 +22,7 @@ train: $(STAMP)  ## train the default job on this machine
 	$(BIN)/shoal train examples/quickstart.yaml
 
 test: check  ## everything that fits into ten minutes
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" --ignore tests/packaging  # `check` has run those
 
 test-slow: $(STAMP)  ## the long fault scenarios
 	$(BIN)/python -m pytest -q -m slow

@@ -6,16 +6,22 @@ or jax are touched.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    # `python -m` puts the working directory first: a user's own `tasks/` there must not shadow ours.
+    sys.path.append(sys.path.pop(0))
 
 import typer
 from rich.console import Console
 
 from trainer.config import RunConfig, load_config
-from trainer.errors import RefusedError, ShoalError, StorageError, UserCodeError
+from trainer.errors import PlanError, RefusedError, ShoalError, StorageError, UserCodeError
 
 if TYPE_CHECKING:
     from trainer.history import RunHistory
@@ -29,8 +35,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+
+
+class Terminal(Console):
+    """Goes on in silence when its reader has gone (`shoal train … | head`): a run outlives its terminal."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+out = Terminal(highlight=False)
+err = Terminal(stderr=True, highlight=False)
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML or JSON file", show_default=False)]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a config key")]
@@ -40,6 +56,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON documen
 
 def main() -> NoReturn:
     """Entry point: turns what Shoal raises on purpose into one line and its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # no character that a terminal lacks may end a run
     try:
         app(standalone_mode=True)
     except UserCodeError as error:
@@ -156,8 +175,8 @@ def plan(
         if json_:
             print_json({"refused": planned.model_dump(mode="json")})
         else:
-            out.print(render_refusal(planned))
-        sys.exit(2)
+            err.print(render_refusal(planned), soft_wrap=True)
+        sys.exit(PlanError.exit_code)
     if json_:
         print_json(planned.model_dump(mode="json"))
     else:

@@ -11,9 +11,10 @@ import time
 import urllib.error
 import urllib.request
 
-from trainer.errors import ShoalError
+from trainer.errors import RefusedError, ShoalError
 
 _START_SECONDS = 120.0
+_ANSWER_SECONDS = 10.0
 
 # Offline and quiet, whatever the user's Prefect profile says. The run reports for itself on this terminal.
 QUIET_SETTINGS = {
@@ -73,15 +74,33 @@ class EmbeddedServer:
 def ensure_prefect_api() -> EmbeddedServer | None:
     """Make sure that flows find an API: the one of `PREFECT_API_URL`, or an embedded server started now.
 
+    Raises RefusedError if nobody answers at `PREFECT_API_URL`.
+
     Call before the first import of prefect, which reads its settings then. The server starts in the background;
     `wait_ready` must be called before a flow runs. It is closed when the interpreter exits, after prefect's own exit
     handlers have sent their last logs and events to it: they were registered later, so they run first.
     """
     for name, value in QUIET_SETTINGS.items():
         os.environ.setdefault(name, value)
-    if os.environ.get("PREFECT_API_URL"):
+    if url := os.environ.get("PREFECT_API_URL"):
+        _check_answers(url)
         return None
     server = EmbeddedServer()
     atexit.register(server.close)
     os.environ["PREFECT_API_URL"] = server.api_url
     return server
+
+
+def _check_answers(url: str) -> None:
+    """Any answer will do, a refusal included: prefect has credentials for it and this does not."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=_ANSWER_SECONDS):
+            return
+    except urllib.error.HTTPError:
+        return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise RefusedError(
+            f"no Prefect server answers at PREFECT_API_URL={url} ({getattr(reason, 'strerror', None) or reason}): "
+            "start it, or unset PREFECT_API_URL to use a private server"
+        ) from error

@@ -63,10 +63,13 @@ class ProgressDisplay:
         with self._lock:
             self._update(item)
             line = self._narrator.line(item)
-        if line is not None:
-            self._print(line, item)
-        elif isinstance(item, MetricsRecord) and not self._console.is_terminal:
-            self._print_plain_progress(item)
+        try:
+            if line is not None:
+                self._print(line, item)
+            elif isinstance(item, MetricsRecord) and not self._console.is_terminal:
+                self._print_plain_progress(item)
+        except OSError:  # a full disk behind `> log`, a terminal that was closed: the run does not need them
+            self._console.quiet = True
 
     def _update(self, item: JournalEvent | MetricsRecord) -> None:
         match item:

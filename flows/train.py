@@ -36,7 +36,8 @@ def train_run(config: RunConfig) -> Any:
     description = describe_job(config)
     run = open_run(config, description, device_memory_bytes=measured_device_memory(config))
     try:
-        with Controller(run, description) as controller, stopping_on_signals(controller):
+        controller = Controller(run, description)
+        with stopping_on_signals(controller), controller:
             train(controller)
     except StoppedError as error:
         publish_report(run.store)

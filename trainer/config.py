@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Self
 
 import pydantic
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from trainer.errors import ConfigError
 
@@ -27,7 +28,16 @@ Parallelism = Annotated[int, Field(ge=-1)]
 class Section(BaseModel):
     """A frozen group of settings that refuses unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # Infinities would not survive the way through JSON to the workers.
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        # YAML reads `yes` and `on` as true, and Python takes true for 1.
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise PydanticCustomError("no_boolean", "true and false are no values of this setting")
+        return value
 
 
 class DataConfig(Section):
@@ -164,7 +174,7 @@ class RunConfig(Section):
     """Directory under which run directories live."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seeds parameters, dropout and the sample order."""
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, lt=2**31)
     """Optimizer steps of the whole run."""
     global_batch_size: int = Field(default=16, ge=1)
     """Samples per step, whatever the number of hosts."""
@@ -183,8 +193,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if self.storage.startswith("gs://"):
-            raise ValueError("storage: gs:// is not supported in this version; allowed: a local path")
+        scheme, separator, _ = self.storage.partition("://")
+        if separator:
+            raise ValueError(f"storage: {scheme}:// is not supported in this version; allowed: a local path")
         if self.num_hosts.max < self.engine.hosts_per_slice:
             raise ValueError(
                 f"num_hosts.max ({self.num_hosts.max}) is smaller than engine.hosts_per_slice "
@@ -214,11 +225,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the config file {str(path)!r}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read the config file {str(path)!r}: it is not UTF-8 text") from error
     try:
         values = yaml.safe_load(text)  # JSON is a subset of YAML
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: looks like a date or number and is none, as 2024-13-45
         raise ConfigError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from error
     if values is None:
         values = {}
@@ -246,8 +259,10 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         values = child
     try:
         values[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override}: the value is not valid YAML") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(
+            f"--set {override}: the value is not valid YAML; put text with special characters in quotes of its own"
+        ) from error
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
@@ -282,6 +297,10 @@ def describe_problem(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
         return message
     if key == "run_name" and problem["type"] == "string_pattern_mismatch":
         message = "allowed: letters, digits, '.', '-' and '_', starting with a letter or digit, at most 100"
+    elif problem["type"] == "string_type":
+        message = "a text is needed; put what looks like a number or a date in quotes"
+    elif problem["type"] == "model_type" and (known := _known_keys(model, location)):
+        message = f"this is a group of settings: {', '.join(known)}"
     return f"{key}: {message} (given: {json.dumps(problem['input'], default=str, ensure_ascii=False)})"
 
 

@@ -72,7 +72,8 @@ def state_axes(job: TrainingJob, optimizer: optax.GradientTransformation, state:
         "step": LeafAxes(()),
         "params": params_axes,
         "optimizer": optax.tree_utils.tree_map_params(
-            optimizer,
+            # By shapes alone: the optimizer's own counters are arrays, and making one opens a backend.
+            lambda placeholder: jax.eval_shape(optimizer.init, placeholder),
             lambda _, axes: axes,
             state["optimizer"],
             params_axes,

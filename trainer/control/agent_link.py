@@ -26,13 +26,21 @@ class AgentLink:
         self._outbox: asyncio.Queue[wire.Message] = asyncio.Queue()
 
     @classmethod
-    async def connect(cls, session: aiohttp.ClientSession, host: PlacedHost) -> AgentLink:
-        """Raises aiohttp.ClientError if the agent does not answer or refuses the token."""
-        socket = await session.ws_connect(
-            f"{host.url}/control",
-            headers={"Authorization": f"Bearer {host.token}"},
-            max_msg_size=0,
-        )
+    async def connect(
+        cls, session: aiohttp.ClientSession, host: PlacedHost, *, answer_seconds: float | None = None
+    ) -> AgentLink:
+        """Connect to an agent. One that later leaves a ping unanswered for `answer_seconds` is lost: it is frozen.
+
+        Raises:
+            aiohttp.ClientError, TimeoutError: the agent does not answer or refuses the token.
+        """
+        async with asyncio.timeout(answer_seconds):
+            socket = await session.ws_connect(
+                f"{host.url}/control",
+                headers={"Authorization": f"Bearer {host.token}"},
+                max_msg_size=0,
+                heartbeat=answer_seconds and 2 * answer_seconds,  # aiohttp waits half of it for the answer
+            )
         return cls(host, socket)
 
     @property

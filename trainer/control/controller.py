@@ -54,6 +54,8 @@ T = TypeVar("T")
 
 # Hosts of a pool start together. A first group waits this long for the late ones rather than resize at once.
 _GATHER_SECONDS = 30.0
+# A later group waits this long for hosts that are coming up: little beside a second start, should they be late.
+_JOIN_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,11 @@ class Controller:
         self._stop_reason: str | None = None
         self._fatal: Exception | None = None
         self._aborted = threading.Event()
+        self._changed = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._opened = contextlib.AsyncExitStack()
+        self.holds_run = False
+        """Whether a stop can be requested: the lease is ours. Before that there is nothing to stop but the waiting."""
 
     # --- life ----------------------------------------------------------------------------------------------------
 
@@ -140,14 +147,25 @@ class Controller:
                 newest_commit=newest[0].step if newest else None,
                 steps=self.config.steps,
             )
+            self.holds_run = True
             self._thread.start()
-            self._call(self._open())
+            try:
+                self._call(self._open())
+            except BaseException:
+                self._shut_down()
+                raise
         except BaseException:
             self._lease.release()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        try:
+            self._shut_down()
+        finally:
+            self._lease.release()
+
+    def _shut_down(self) -> None:
         try:
             self._call(self._close(), interruptible=False)
         finally:
@@ -156,18 +174,20 @@ class Controller:
             self._loop.close()
             self._storage.shutdown()
             self._journal.close()
-            self._lease.release()
 
     async def _open(self) -> None:
-        self._changed = asyncio.Event()
-        self._stop = asyncio.Event()
+        # What is opened is closed in the opposite order, also when only some of it could be opened.
+        self._opened.callback(tidy, self._root)
         pool_directory = make_private_directory(self._root / "pools" / self.id)
         self._engine = LocalEngine(
             self.config, run=self._store.location, controller=self.id, pool_directory=pool_directory
         )
+        self._opened.callback(self._engine.close)
         self._pool = Pool(self.config, self._engine, self._host_changed)
-        self._endpoint = Endpoint(self, self._root)
-        await self._endpoint.open()
+        self._opened.push_async_callback(self._pool.close)
+        endpoint = Endpoint(self, self._root)
+        self._opened.push_async_callback(endpoint.close)
+        await endpoint.open()
         await self._pool.open(self.config.num_hosts.max)
         self._background.append(asyncio.create_task(self._keep_lease()))
 
@@ -177,10 +197,7 @@ class Controller:
         if self._group is not None:
             await self._end_group(self._group)
         await asyncio.gather(*self._commits, return_exceptions=True)
-        await self._endpoint.close()
-        await self._pool.close()
-        self._engine.close()
-        tidy(self._root)
+        await self._opened.aclose()
 
     async def _keep_lease(self) -> None:
         while True:
@@ -212,7 +229,8 @@ class Controller:
                 self._stop.set()
                 self._changed.set()
 
-        self._loop.call_soon_threadsafe(stop)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over already
+            self._loop.call_soon_threadsafe(stop)
 
     def abort(self) -> None:
         """End everything now. Steps since the last commit are lost; nothing else is."""
@@ -221,17 +239,17 @@ class Controller:
     # --- what tasks call -------------------------------------------------------------------------------------------
 
     def situation(self) -> Situation:
-        """What `decide` needs to know now. At the very start waits for the hosts of the pool to come up."""
+        """What `decide` needs to know now. Without a group waits a moment for hosts that are just coming up."""
         return self._call(self._situation())
 
     async def _situation(self) -> Situation:
-        if self._last_topology is None:
+        if self._living_group() is None:
             await self._gather()
         self._raise_if_over()
         capacity = self._decided_on = self._pool.capacity()
         group = self._living_group()
         plan: TopologyPlan | Refusal
-        if group is not None and not self._resize_reason_for(group, capacity):
+        if group is not None and not self._resize_reason(group):
             plan = group.topology
         elif self._last_topology is not None and self.config.elastic.mode == "pause":
             plan = self._last_topology
@@ -249,9 +267,12 @@ class Controller:
         )
 
     async def _gather(self) -> None:
-        deadline = time.monotonic() + _GATHER_SECONDS
-        while len(self._pool.capacity().hosts) < self._pool.offered and not self._stop.is_set():
-            if (left := deadline - time.monotonic()) <= 0:
+        """Let hosts that come up together start together: a group formed on the first of them would resize at once."""
+        first = self._last_topology is None
+        deadline = time.monotonic() + (_GATHER_SECONDS if first else _JOIN_SECONDS)
+        while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
+            coming = [host for host in self._pool.hosts.values() if host.state == "starting"]
+            if not coming and not (first and len(self._pool.capacity().hosts) < self._pool.offered):
                 return
             await self._wait_changed(left)
 
@@ -260,6 +281,9 @@ class Controller:
         self._call(self._wait_for_capacity(usable, needed, reason, seconds))
 
     async def _wait_for_capacity(self, usable: int, needed: int, reason: str, seconds: float) -> None:
+        if self._group is not None:
+            # Its hosts are leaving or lost. It must not stand at its last grant and hold them while we wait.
+            await self._retire(self._group)
         if self._waiting_since is None:
             self._waiting_since = time.monotonic()
             self._journal.record(records.Waiting, usable=usable, needed=needed, reason=reason)
@@ -301,11 +325,9 @@ class Controller:
 
     async def _resize(self, topology: TopologyPlan) -> ResizeOutcome:
         self._raise_if_over()
+        if self._group is not None:
+            await self._retire(self._group)
         started = time.monotonic()
-        previous = self._group
-        if previous is not None:
-            await self._retire(previous)
-        links = self._links_to(topology.hosts)
         cause: Cause | str = self._disturbance.cause if self._disturbance else "start"
         # A group that ended has committed, or failed to commit, all it saved before the next one chooses.
         await asyncio.gather(*self._commits)
@@ -317,6 +339,8 @@ class Controller:
         )
         incarnation = self._lease.incarnation + 1
         await self._in_storage(lambda: self._lease.renew(incarnation))
+        # No await from here until the group exists: a host that leaves meanwhile would not be known to be in use.
+        links = self._links_to(topology.hosts)
         self._journal.begin_incarnation(incarnation)
         self._journal.record(
             records.GroupStarting,
@@ -504,8 +528,7 @@ class Controller:
     def offer(self, num_hosts: int) -> None:
         self._pool.offer(num_hosts)
         self._journal.record(records.CapacityChanged, offered=num_hosts, usable=len(self._pool.capacity().hosts))
-        if self._group is None:
-            self._pool.release_leaving(frozenset())
+        self._pool.release_leaving(frozenset(self._group.hosts) if self._group else frozenset())
         self._changed.set()
 
     # --- groups ----------------------------------------------------------------------------------------------------
@@ -514,10 +537,11 @@ class Controller:
         return self._group if self._group is not None and not self._group.ended else None
 
     def _links_to(self, host_ids: tuple[str, ...]) -> dict[str, AgentLink]:
-        links = {host_id: self._pool.link(host_id) for host_id in host_ids}
-        if gone := [host_id for host_id, link in links.items() if link is None]:
-            # Lost since the plan was made: the plan is void. Nothing was started, so no failure is counted.
-            raise GroupFailedError(f"{', '.join(gone)} lost before the group started", cause="host_lost")
+        usable = {host.host_id for host in self._pool.capacity().hosts}
+        links = {host_id: self._pool.link(host_id) for host_id in host_ids if host_id in usable}
+        if gone := [host_id for host_id in host_ids if links.get(host_id) is None]:
+            # Lost or withdrawn since the plan was made: it is void. Nothing was started, so no failure is counted.
+            raise GroupFailedError(f"{', '.join(gone)} left before the group started", cause="host_lost")
         return {host_id: link for host_id, link in links.items() if link is not None}
 
     def _plan(self, capacity: Capacity) -> TopologyPlan | Refusal:
@@ -527,27 +551,34 @@ class Controller:
         # Until the group has made a step of its own, ending it would cost all that its start did.
         if group.first_step_at is None:
             return ""
-        return self._resize_reason_for(group, self._pool.capacity())
-
-    def _resize_reason_for(self, group: WorkerGroup, capacity: Capacity) -> str:
+        capacity = self._pool.capacity()
         # In pause mode the topology never changes; a group only stops for hosts that leave.
         plan = self._plan(capacity) if self.config.elastic.mode == "resize" else group.topology
         return resize_reason(group.topology, plan, capacity)
 
     async def _retire(self, group: WorkerGroup) -> None:
-        """End a group by plan: stop it at a step boundary if it still runs, save, let its workers leave."""
+        """End a group by plan: stop it at a step boundary if it still runs, save, let its workers leave.
+
+        Raises:
+            UserCodeError: it had failed already, by the job's own fault.
+        """
         started = time.monotonic()
         if not group.ended:
             group.request_stop()
             await group.wait_ended(self.config.elastic.step_timeout_seconds)
         if group.verdict.done():
-            await self._bury(group, group.verdict.result())
+            verdict = group.verdict.result()
+            await self._bury(group, verdict)
+            if isinstance(error := self._error_of(verdict, None), UserCodeError):
+                raise self._failure(error)
             return
         await self._part_with(group, await group.dismiss())
         cause: Cause = (
             "completed" if group.step >= self.config.steps else "stopped" if self._stop.is_set() else "drained"
         )
         self._journal.record(records.GroupEnded, cause=cause, step=group.step)
+        if group.first_step_at is None and self._disturbance is not None:
+            return  # on the way back from an earlier one, whose down time goes on
         changed = [host for host in group.hosts if (known := self._pool.hosts.get(host)) and known.state == "leaving"]
         self._disturbance = _Disturbance(
             cause=cause,
@@ -752,7 +783,7 @@ class Controller:
     def _raise_if_over(self) -> None:
         if self._fatal is not None:
             raise self._fatal
-        if self._stop_reason is not None:
+        if self._stop_reason is not None and self._committed < self.config.steps:
             saved = f"after step {self._committed}, state saved" if self._committed else "before any step was saved"
             raise StoppedError(f"stopped by {self._stop_reason} {saved}; the same command continues")
 

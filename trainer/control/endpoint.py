@@ -33,7 +33,7 @@ class Endpoint:
     def __init__(self, controller: Controller, root: Path) -> None:
         self._controller = controller
         self._token = secrets.token_urlsafe(32)
-        self._path = make_private_directory(root / "controllers") / f"{controller.id}.json"
+        self._path = root / "controllers" / f"{controller.id}.json"
         self._runner: web.AppRunner | None = None
 
     async def open(self) -> None:
@@ -52,6 +52,7 @@ class Endpoint:
             token=self._token,
             process=identify(os.getpid()),
         )
+        make_private_directory(self._path.parent)  # at the last moment: a controller that leaves removes an empty one
         write_private(self._path, controller_file.model_dump_json())
 
     async def close(self) -> None:

@@ -131,6 +131,8 @@ class Pool:
                 # Shielded: a close in the middle of the removal must not leave half a host.
                 await asyncio.shield(self._engine.remove(host.placed))
                 host.placed = host.link = None
+            if host.released.is_set():
+                continue  # it left by order; if it is offered again by now, it comes back at once
             if not self.is_offered(host):
                 break
             self._set_state(host, "lost", reason)
@@ -144,7 +146,9 @@ class Pool:
         """From a placed agent to its end. Returns the reason."""
         assert self._session is not None
         try:
-            host.link = await AgentLink.connect(self._session, placed)
+            host.link = await AgentLink.connect(
+                self._session, placed, answer_seconds=self._config.elastic.contact_timeout_seconds
+            )
         except (aiohttp.ClientError, OSError) as error:
             return f"its agent does not answer: {error}"
         carrying = asyncio.create_task(host.link.run(self._config.elastic.contact_timeout_seconds))

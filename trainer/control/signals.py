@@ -16,6 +16,9 @@ from trainer.control.controller import Controller
 def stopping_on_signals(controller: Controller) -> Iterator[None]:
     """The first signal stops the run at a step boundary with its state saved, the second ends it at once.
 
+    Enter it before the controller and leave it after, so that no signal can tear a controller that opens or closes.
+    One that comes while the controller still waits for the lease raises KeyboardInterrupt: there is nothing to save.
+
     Does nothing outside the main thread, where Python delivers no signals, and leaves SIGTERM alone under a Prefect
     runner, which has a meaning of its own for it.
     """
@@ -28,9 +31,11 @@ def stopping_on_signals(controller: Controller) -> Iterator[None]:
         nonlocal seen
         if seen:
             controller.abort()
-        else:
-            seen = True
-            controller.request_stop(signal.Signals(number).name)
+            return
+        seen = True
+        if not controller.holds_run:
+            raise KeyboardInterrupt
+        controller.request_stop(signal.Signals(number).name)
 
     numbers = [signal.SIGINT] if "PREFECT__FLOW_RUN_ID" in os.environ else [signal.SIGINT, signal.SIGTERM]
     before = {number: signal.signal(number, handle) for number in numbers}

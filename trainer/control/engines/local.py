@@ -76,11 +76,17 @@ class LocalEngine:
         transport, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(ready), os.fdopen(read_fd, "rb")
         )
+        url = ""
         try:
-            async with asyncio.timeout(_AGENT_START_SECONDS):
-                url = (await ready.readline()).decode().strip()
-        except TimeoutError:
-            url = ""
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_AGENT_START_SECONDS):
+                    url = (await ready.readline()).decode().strip()
+        except asyncio.CancelledError:
+            # The pool closes before it knows this host: nobody else would end it.
+            kill_process_group(process.pid)
+            await process.wait()
+            del self._agents[host_id]
+            raise
         finally:
             transport.close()
         placed = PlacedHost(host_id=host_id, url=url, token=token, pid=process.pid, process_group=process.pid)
