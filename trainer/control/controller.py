@@ -434,6 +434,8 @@ class Controller:
         elif group.stopped.done():
             await self._retire(group)
         end_step = group.step
+        if verdict is None and end_step >= self.config.steps:
+            cause = "completed"  # the last step came before the stop that was asked for
         # A failure is judged by what is committed; a commit that is on its way counts.
         if verdict is not None or group.stopped.done():
             await asyncio.gather(*self._commits)

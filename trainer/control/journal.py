@@ -7,6 +7,7 @@ to an object that another process may write.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from trainer.records import Event, JournalEvent, MetricsRecord, SegmentRecord, to_json
 from trainer.store import AppendPart, Store
 
+LOG = logging.getLogger("shoal")
 E = TypeVar("E", bound=Event)
 Listener = Callable[[JournalEvent | MetricsRecord], None]
 # Set by whoever starts the flow in this process (the command line's progress display) before the controller is made.
@@ -64,17 +66,24 @@ class Journal:
             prefix = f"journal/{self._incarnation}"
             self._events = self._store.open_part(f"{prefix}/{len(self._store.names(prefix))}.jsonl")
         self._events.append(to_json(event))
-        if self._listener is not None:
-            self._listener(event)  # type: ignore[arg-type]  # every Event subclass is a JournalEvent
+        self._tell(event)
         return event
 
     def record_metrics(self, metrics: tuple[MetricsRecord, ...]) -> None:
         if self._metrics is None:
             self._metrics = self._store.open_part(f"metrics/{self._incarnation}/{metrics[0].step}.jsonl")
         self._metrics.append(b"".join(to_json(line) for line in metrics))
-        if self._listener is not None:
-            for line in metrics:
-                self._listener(line)
+        for line in metrics:
+            self._tell(line)
+
+    def _tell(self, item: Event | MetricsRecord) -> None:
+        if self._listener is None:
+            return
+        try:
+            self._listener(item)  # type: ignore[arg-type]  # every Event subclass is a JournalEvent
+        except Exception:
+            LOG.exception("the listener of the journal failed and is not called again")
+            self._listener = None
 
     @property
     def next_segment(self) -> int:
