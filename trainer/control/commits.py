@@ -68,7 +68,8 @@ class Commits:
 
     async def settle(self) -> None:
         """Return once everything that was saved is committed, or has failed to be."""
-        await asyncio.gather(*self._in_flight)
+        if self._in_flight:
+            await asyncio.wait(self._in_flight)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
