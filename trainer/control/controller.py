@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 from trainer import records, wire
 from trainer.config import RunConfig
 from trainer.control.agent_link import AgentLink
-from trainer.control.catalog import Catalog, Retention
+from trainer.control.catalog import Catalog
+from trainer.control.commits import Commits
 from trainer.control.endpoint import Endpoint
 from trainer.control.engines.local import LocalEngine, measured_device_memory
 from trainer.control.journal import Journal
@@ -47,7 +48,7 @@ from trainer.planning.capacity import Capacity
 from trainer.planning.policy import Situation, resize_reason
 from trainer.planning.segment import next_boundary
 from trainer.planning.topology import Refusal, TopologyPlan, plan_topology
-from trainer.records import PLANNED_CAUSES, Cause, CommitRecord, MetricsRecord, RestoredFrom, SegmentRecord
+from trainer.records import PLANNED_CAUSES, Cause, MetricsRecord, RestoredFrom, SegmentRecord
 
 LOG = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -115,11 +116,8 @@ class Controller:
         self._disturbance: _Disturbance | None = None
         self._decided_on = Capacity()
         self._failures = 0
-        self._committed = 0
         self._waiting_since: float | None = None
-        self._save_failure = "no save was reported"
         self._latest: MetricsRecord | None = None
-        self._commits: set[asyncio.Task[None]] = set()
         self._background: list[asyncio.Task[Any]] = []
         self._stop_reason: str | None = None
         self._fatal: Exception | None = None
@@ -139,8 +137,17 @@ class Controller:
             end_agents_of(self._root, self._store.location, but_of=self.id)
             self._journal = Journal(self._store, self.id)
             self._journal.begin_incarnation(self._lease.incarnation)
+            self._commits = Commits(
+                config=self.config.checkpoint,
+                catalog=self._catalog,
+                lease=self._lease,
+                journal=self._journal,
+                in_storage=self._in_storage,
+                on_progress=self._on_progress,
+                on_lease_lost=self._fail,
+            )
             newest = self._catalog.commits()
-            self._committed = newest[0].step if newest else 0
+            self._commits.step = newest[0].step if newest else 0
             self._journal.record(
                 records.RunOpened,
                 resumed=self.run.resumed,
@@ -196,7 +203,7 @@ class Controller:
             task.cancel()
         if self._group is not None:
             await self._end_group(self._group)
-        await asyncio.gather(*self._commits, return_exceptions=True)
+        await self._commits.settle()
         await self._opened.aclose()
 
     async def _keep_lease(self) -> None:
@@ -257,8 +264,8 @@ class Controller:
             plan = self._plan(capacity)
         waited = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
         return Situation(
-            step=group.step if group else self._committed,
-            committed_step=self._committed,
+            step=group.step if group else self._commits.step,
+            committed_step=self._commits.step,
             failures_without_progress=self._failures,
             waited_seconds=waited,
             capacity=capacity,
@@ -330,8 +337,8 @@ class Controller:
         started = time.monotonic()
         cause: Cause | str = self._disturbance.cause if self._disturbance else "start"
         # A group that ended has committed, or failed to commit, all it saved before the next one chooses.
-        await asyncio.gather(*self._commits)
-        commit = await self._choose_commit()
+        await self._commits.settle()
+        commit = await self._commits.choose()
         restored_from = (
             RestoredFrom(tier="init", step=0)
             if commit is None
@@ -361,9 +368,9 @@ class Controller:
             listener=GroupListener(
                 on_phase=self._on_phase,
                 on_steps=self._on_steps,
-                on_saving=self._on_saving,
+                on_saving=self._commits.saving,
                 on_saved=self._on_saved,
-                on_save_failed=self._on_save_failed,
+                on_save_failed=lambda message: self._commits.failed(message.step, message.reason),
             ),
         )
         self._group = group
@@ -400,7 +407,7 @@ class Controller:
         self._raise_if_over()
         group = self._group
         assert group is not None
-        start_step, committed_before, started = group.step, self._committed, time.time()
+        start_step, committed_before, started = group.step, self._commits.step, time.time()
         index = self._journal.next_segment
         self._journal.record(records.SegmentStarted, index=index, start_step=start_step, until_step=until_step)
         # One segment ahead, so that the group never waits for a grant while the flow is busy.
@@ -438,12 +445,12 @@ class Controller:
             cause = "completed"  # the last step came before the stop that was asked for
         # A failure is judged by what is committed; a commit that is on its way counts.
         if verdict is not None or group.stopped.done():
-            await asyncio.gather(*self._commits)
-        progress = self._committed > committed_before
+            await self._commits.settle()
+        progress = self._commits.step > committed_before
         message = verdict.message if verdict else ""
-        if verdict is None and group.stopped.done() and self._committed < end_step:
+        if verdict is None and group.stopped.done() and self._commits.step < end_step:
             # All workers stopped as they should, but what they saved is not there: those steps are lost.
-            cause, message = "checkpoint_error", f"step {end_step} could not be saved: {self._save_failure}"
+            cause, message = "checkpoint_error", f"step {end_step} could not be saved: {self._commits.last_failure}"
         if cause not in PLANNED_CAUSES and not progress:
             self._failures += 1
         self._journal.record(records.SegmentEnded, index=index, cause=cause, start_step=start_step, end_step=end_step)
@@ -479,7 +486,7 @@ class Controller:
         self._call(self._record_end(error), interruptible=False)
 
     async def _record_end(self, error: BaseException | None) -> None:
-        step = self._committed
+        step = self._commits.step
         match error:
             case None:
                 self._journal.record(records.RunEnded, outcome="complete", cause="completed", step=step)
@@ -518,8 +525,8 @@ class Controller:
             "controller": self.id,
             "pid": os.getpid(),
             "incarnation": self._lease.incarnation,
-            "step": group.step if group else self._committed,
-            "committed_step": self._committed,
+            "step": group.step if group else self._commits.step,
+            "committed_step": self._commits.step,
             "topology": group.topology.model_dump(mode="json") if group else None,
             "offered": self._pool.offered,
             "usable": len(self._pool.capacity().hosts),
@@ -649,26 +656,6 @@ class Controller:
             self._failures += 1
         return error
 
-    async def _choose_commit(self) -> CommitRecord | None:
-        """The newest checkpoint that is what its record says; others are set aside on the way."""
-
-        def choose() -> tuple[CommitRecord | None, list[tuple[CommitRecord, str]]]:
-            bad: list[tuple[CommitRecord, str]] = []
-            for record, problem in self._catalog.newest_usable():
-                if problem is None:
-                    return record, bad
-                self._catalog.quarantine(record, problem)
-                bad.append((record, problem))
-            return None, bad
-
-        chosen, bad = await self._in_storage(choose)
-        for record, problem in bad:
-            self._journal.record(
-                records.CheckpointQuarantined, step=record.step, of_incarnation=record.incarnation, reason=problem
-            )
-        self._committed = chosen.step if chosen else 0
-        return chosen
-
     def _boundary_after(self, step: int) -> int:
         return next_boundary(
             min(step, self.config.steps - 1), self.config.steps, self.config.checkpoint.save_interval_steps
@@ -721,54 +708,12 @@ class Controller:
             hosts=disturbance.hosts,
         )
 
-    def _on_saving(self, message: wire.Saving) -> None:
-        self._journal.record(records.CheckpointSaving, step=message.step, blocking_seconds=message.blocking_seconds)
-
-    def _on_save_failed(self, message: wire.SaveFailed) -> None:
-        self._save_failure = message.reason
-        self._journal.record(records.CheckpointFailed, step=message.step, reason=message.reason)
-
     def _on_saved(self, message: wire.Saved) -> None:
-        assert self._group is not None
-        task = asyncio.create_task(self._commit(self._group.incarnation, message))
-        self._commits.add(task)
-        task.add_done_callback(self._commits.discard)
+        assert self._group is not None, "a closed group says nothing"
+        self._commits.saved(self._group.incarnation, message)
 
-    async def _commit(self, incarnation: int, message: wire.Saved) -> None:
-        started = time.monotonic()
-
-        def commit() -> tuple[CommitRecord, list[CommitRecord]]:
-            self._lease.renew()  # whoever lost the lease commits nothing
-            record = self._catalog.commit(incarnation, message.step)
-            checkpoint = self.config.checkpoint
-            expired = self._catalog.expired(
-                Retention(keep_last_n=checkpoint.keep_last_n, keep_every=checkpoint.keep_every)
-            )
-            for old in expired:
-                self._catalog.delete(old)
-            return record, expired
-
-        try:
-            record, expired = await self._in_storage(commit)
-        except LeaseError as error:
-            self._fail(error)
-            return
-        except StorageError as error:
-            self._save_failure = str(error)
-            self._journal.record(records.CheckpointFailed, step=message.step, reason=str(error))
-            return
-        if record.step > self._committed:
-            self._committed = record.step
-            self._failures = 0
-        self._journal.record(
-            records.CheckpointCommitted,
-            step=record.step,
-            nbytes=sum(file.size for file in record.files),
-            save_seconds=message.seconds,
-            verify_seconds=time.monotonic() - started,
-        )
-        for old in expired:
-            self._journal.record(records.CheckpointDeleted, step=old.step, of_incarnation=old.incarnation)
+    def _on_progress(self) -> None:
+        self._failures = 0
 
     # --- threads -----------------------------------------------------------------------------------------------------
 
@@ -785,8 +730,10 @@ class Controller:
     def _raise_if_over(self) -> None:
         if self._fatal is not None:
             raise self._fatal
-        if self._stop_reason is not None and self._committed < self.config.steps:
-            saved = f"after step {self._committed}, state saved" if self._committed else "before any step was saved"
+        if self._stop_reason is not None and self._commits.step < self.config.steps:
+            saved = (
+                f"after step {self._commits.step}, state saved" if self._commits.step else "before any step was saved"
+            )
             raise StoppedError(f"stopped by {self._stop_reason} {saved}; the same command continues")
 
     async def _in_storage(self, work: Callable[[], T]) -> T:
@@ -803,7 +750,7 @@ class Controller:
                     return future.result()
                 if interruptible and self._aborted.is_set():
                     future.cancel()
-                    raise StoppedError(f"stopped at once; steps after {self._committed} are lost") from None
+                    raise StoppedError(f"stopped at once; steps after {self._commits.step} are lost") from None
 
 
 def _cause_of(error: BaseException) -> Cause:
