@@ -261,7 +261,7 @@ class Recovered(Event):
     down_seconds: float
     """From the old group's last finished step to the new group's first finished one."""
     phases: dict[str, float]
-    """Seconds of detect, stop, plan, start, rendezvous, restore, compile, first_step on the slowest worker."""
+    """Seconds of detect or drain, stop, plan, and of each start-up phase on the worker that took longest for it."""
     hosts: tuple[str, ...] = ()
     """Lost or changed hosts."""
 

@@ -41,8 +41,6 @@ class Assignment(Message):
     restore: RestoredFrom
     restore_path: str | None
     """Of the checkpoint, relative to the run directory; None: initialize from the seed."""
-    until_step: int
-    """Grant that the group starts with."""
 
 
 class Coordinator(Message):

@@ -149,6 +149,23 @@ def test_others_learn_the_coordinator_only_once_process_0_listens() -> None:
     play(scene, started=False)
 
 
+def test_no_step_is_granted_before_the_last_worker_is_ready() -> None:
+    async def scene(played: Played) -> None:
+        starting = asyncio.create_task(played.group.start(until_step=5))
+        await asyncio.sleep(0)
+        for link in played.links.values():
+            assert not any(isinstance(order, wire.Grant) for other in played.links.values() for order in other.orders())
+            link.say(wire.Phase(phase="rendezvous", seconds=0.1))
+        await asyncio.sleep(0)
+        for link in played.links.values():
+            assert not any(isinstance(order, wire.Grant) for other in played.links.values() for order in other.orders())
+            link.say(wire.Ready(step=0))
+        await starting
+        assert all(wire.Grant(until_step=5) in link.orders() for link in played.links.values())
+
+    play(scene, started=False)
+
+
 def test_the_group_is_ready_when_every_worker_is() -> None:
     async def scene(played: Played) -> None:
         assert not played.group.ended

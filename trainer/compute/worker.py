@@ -93,7 +93,7 @@ def run(channel: Channel, timer: Timer) -> None:
     assert isinstance(assignment, wire.Assignment)
     config, topology = assignment.config, assignment.topology
 
-    orders = Orders(until_step=assignment.until_step)
+    orders = Orders(until_step=assignment.restore.step)  # no step is granted before all processes are ready
     coordinator: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=read_orders, args=(orders, coordinator), name="orders", daemon=True).start()
 

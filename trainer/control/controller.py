@@ -571,7 +571,6 @@ class Controller:
         Raises:
             UserCodeError: it had failed already, by the job's own fault.
         """
-        started = time.monotonic()
         if not group.ended:
             group.request_stop()
             await group.wait_ended(self.config.elastic.step_timeout_seconds)
@@ -581,6 +580,7 @@ class Controller:
             if isinstance(error := self._error_of(verdict, None), UserCodeError):
                 raise self._failure(error)
             return
+        stopped = time.monotonic()
         await self._part_with(group, await group.dismiss())
         cause: Cause = (
             "completed" if group.step >= self.config.steps else "stopped" if self._stop.is_set() else "drained"
@@ -595,8 +595,8 @@ class Controller:
             hosts=tuple(changed),
             from_hosts=len(group.hosts),
             step=group.step,
-            since=group.last_step_at or started,
-            phases={"stop": time.monotonic() - started},
+            since=group.last_step_at or stopped,
+            phases={"drain": group.drain_seconds, "stop": time.monotonic() - stopped},
         )
 
     async def _bury(self, group: WorkerGroup, verdict: Verdict) -> None:

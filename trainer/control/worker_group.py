@@ -120,11 +120,20 @@ class WorkerGroup:
         self._exits = asyncio.Event()
         self._sign = asyncio.Event()
         self._ending = False
+        self._first_grant = restored_from.step
+        self._stop_requested_at: float | None = None
+        self.drain_seconds = 0.0
+        """From the request to stop to the moment when all had stopped and saved."""
 
     # --- starting ------------------------------------------------------------------------------------------------
 
     async def start(self, until_step: int) -> None:
-        """Order the workers and return when all are ready to step, or as soon as the verdict is known."""
+        """Order the workers and return when all are ready to step, or as soon as the verdict is known.
+
+        The first step is granted when the last worker is ready, not before: gloo gives processes 30 s to meet
+        in their first collective, and one host may compile longer than that after another.
+        """
+        self._first_grant = until_step
         for host_id, member in self._members.items():
             member.link.listen(self._hear)
             self._watchers.append(asyncio.create_task(self._watch_loss(member)))
@@ -140,7 +149,6 @@ class WorkerGroup:
                         run_directory=self._run_directory,
                         restore=self.restored_from,
                         restore_path=self._restore_path,
-                        until_step=until_step,
                     ),
                     environment=self._environment(host_id),
                 )
@@ -165,6 +173,7 @@ class WorkerGroup:
 
     def request_stop(self) -> None:
         """Ask all workers to stop after the same step and save; `stopped` or `verdict` tells how it went."""
+        self._stop_requested_at = self._stop_requested_at or time.monotonic()
         self._tell_all(wire.Stop())
 
     async def wait_step(self, step: int) -> None:
@@ -279,6 +288,7 @@ class WorkerGroup:
             case wire.Ready():
                 member.ready = True
                 if all(m.ready for m in self._members.values()):
+                    self.grant(self._first_grant)
                     _resolve(self._ready, None)
             case wire.Steps():
                 self.last_step_at = time.monotonic()
@@ -296,6 +306,8 @@ class WorkerGroup:
             case wire.Stopped():
                 member.stopped_at = message.step
                 if all(m.stopped_at is not None for m in self._members.values()):
+                    if self._stop_requested_at is not None:
+                        self.drain_seconds = time.monotonic() - self._stop_requested_at
                     _resolve(self.stopped, message.step)
             case wire.Failed():
                 member.failure = member.failure or message
