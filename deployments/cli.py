@@ -94,8 +94,11 @@ def train(config: ConfigArgument, set_: SetOption = None) -> None:
         out.print(f"run {run_config.run_name} is complete at step {step}; nothing to do")
         print_report_path(run_store(run_config.storage, run_config.run_name))
         return
+    from trainer.control.signals import remembering_interrupts
+
     try:
-        run_here(run_config)
+        with remembering_interrupts():
+            run_here(run_config)
     except KeyboardInterrupt:
         err.print("shoal: interrupted before training began")
         sys.exit(5)
@@ -106,6 +109,7 @@ def run_here(config: RunConfig) -> None:
     from trainer.control.engines.local import measured_device_memory
     from trainer.control.journal import listening
     from trainer.control.run import check_startable
+    from trainer.control.signals import raise_if_interrupted
     from trainer.description import describe_job
     from trainer.store import run_store
 
@@ -123,6 +127,7 @@ def run_here(config: RunConfig) -> None:
 
     if server is not None:
         server.wait_ready()
+    raise_if_interrupted()
     try:
         with ProgressDisplay(out, config.steps) as display, listening(display):
             train_run(config)

@@ -57,7 +57,7 @@ def train(controller: Controller) -> None:
         while not isinstance(decision := next_decision(controller), Finish):
             match decision:
                 case GiveUp():
-                    raise BudgetSpentError(decision.reason)
+                    raise BudgetSpentError(decision.reason, cause=decision.cause)
                 case Wait():
                     wait_for_capacity(controller, decision, decision.reason)
                 case Train():

@@ -62,9 +62,13 @@ class DataError(UserCodeError):
 
 
 class BudgetSpentError(ShoalError, RuntimeError):
-    """`elastic.max_failures` without progress, or `elastic.wait_for_capacity_seconds`, is used up."""
+    """`elastic.max_failures` without progress, or `elastic.wait_for_capacity_seconds`, is used up by `cause`."""
 
     exit_code = 4
+
+    def __init__(self, message: str, *, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class StoppedError(ShoalError, RuntimeError):

@@ -84,7 +84,8 @@ class _LocalPart:
 
     def append(self, data: bytes) -> None:
         with _storage_errors(f"append to {self._where}"):
-            self._file.write(data)
+            while data:  # a disk that fills up takes a part first
+                data = data[self._file.write(data) :]
 
     def close(self) -> None:
         self._file.close()

@@ -7,9 +7,14 @@ from pathlib import Path
 
 from trainer import records
 from trainer.control.journal import Journal, listening
+from trainer.errors import StorageError
 from trainer.history import RunHistory
 from trainer.records import Event, MetricsRecord
 from trainer.store import LocalStore
+
+
+def fail(error: StorageError) -> None:
+    raise AssertionError(f"the storage failed: {error}")
 
 
 def metrics(step: int, loss: float = 1.0) -> MetricsRecord:
@@ -21,7 +26,7 @@ def metrics(step: int, loss: float = 1.0) -> MetricsRecord:
 def test_events_and_metrics_of_two_controllers_read_back_in_order(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     for controller in ("a", "b"):
-        journal = Journal(store, controller)
+        journal = Journal(store, controller, on_trouble=fail)
         journal.begin_incarnation(1)
         journal.record(records.StopRequested, reason=controller)
         journal.close()
@@ -38,7 +43,7 @@ def test_events_and_metrics_of_two_controllers_read_back_in_order(tmp_path: Path
 
 def test_a_loss_that_is_not_finite_reads_back(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    journal = Journal(store, "a")
+    journal = Journal(store, "a", on_trouble=fail)
     journal.begin_incarnation(1)
     journal.record_metrics((metrics(1, math.nan), metrics(2, math.inf)))
     journal.close()
@@ -57,10 +62,20 @@ def test_a_listener_hears_all_until_it_fails_and_the_journal_goes_on(tmp_path: P
 
     store = LocalStore(tmp_path)
     with listening(listener):
-        journal = Journal(store, "a")
+        journal = Journal(store, "a", on_trouble=fail)
     journal.begin_incarnation(1)
     for step in range(1, 5):
         journal.record_metrics((metrics(step),))
     journal.close()
     assert [item.step for item in heard if isinstance(item, MetricsRecord)] == [1, 2]
     assert [line.step for line in RunHistory.load(store).metrics] == [1, 2, 3, 4]
+
+
+def test_trouble_with_the_storage_is_reported_and_not_raised(tmp_path: Path) -> None:
+    trouble: list[StorageError] = []
+    journal = Journal(LocalStore(tmp_path), "a", on_trouble=trouble.append)
+    (tmp_path / "journal").write_text("a file in the way")
+    (tmp_path / "metrics").write_text("a file in the way")
+    journal.record(records.StopRequested, reason="test")
+    journal.record_metrics((metrics(1),))
+    assert len(trouble) == 2

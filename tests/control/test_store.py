@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import subprocess
+import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,13 +36,15 @@ def test_concurrent_updates_lose_nothing(tmp_path: Path) -> None:
         for _ in range(25):
             store.update("counter", lambda old: str(int(old or b"0") + 1).encode())
 
-    context = multiprocessing.get_context("fork")
-    others: list[Any] = [threading.Thread(target=count), context.Process(target=count)]
-    for other in others:
-        other.start()
+    code = "import sys; from pathlib import Path; from trainer.store import LocalStore\n"
+    code += "count = lambda old: str(int(old or 0) + 1).encode()\n"
+    code += "for _ in range(25): LocalStore(Path(sys.argv[1])).update('counter', count)"
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    thread = threading.Thread(target=count)
+    thread.start()
     count()
-    for other in others:
-        other.join()
+    thread.join()
+    assert process.wait() == 0
     assert store.read("counter") == b"75"
 
 

@@ -116,6 +116,7 @@ class Controller:
         self._disturbance: _Disturbance | None = None
         self._decided_on = Capacity()
         self._failures = 0
+        self._last_failure_cause: Cause = "worker_crashed"
         self._waiting_since: float | None = None
         self._latest: MetricsRecord | None = None
         self._background: list[asyncio.Task[Any]] = []
@@ -135,7 +136,7 @@ class Controller:
         try:
             sweep(self._root)
             end_agents_of(self._root, self._store.location, but_of=self.id)
-            self._journal = Journal(self._store, self.id)
+            self._journal = Journal(self._store, self.id, on_trouble=self._fail)
             self._journal.begin_incarnation(self._lease.incarnation)
             self._commits = Commits(
                 config=self.config.checkpoint,
@@ -267,6 +268,7 @@ class Controller:
             step=group.step if group else self._commits.step,
             committed_step=self._commits.step,
             failures_without_progress=self._failures,
+            last_failure_cause=self._last_failure_cause,
             waited_seconds=waited,
             capacity=capacity,
             plan=plan,
@@ -391,7 +393,9 @@ class Controller:
         if group.verdict.done():
             verdict = group.verdict.result()
             await self._bury(group, verdict)
-            raise self._failure(self._error_of(verdict, GroupFailedError(verdict.message, cause=verdict.cause)))
+            self._raise_user_error(verdict)
+            self._count_failure(verdict.cause)
+            raise GroupFailedError(verdict.message, cause=verdict.cause)
         self._journal.record(records.GroupReady, restored_from=restored_from)
         return ResizeOutcome(incarnation=incarnation, restored_from=restored_from, seconds=time.monotonic() - started)
 
@@ -452,7 +456,7 @@ class Controller:
             # All workers stopped as they should, but what they saved is not there: those steps are lost.
             cause, message = "checkpoint_error", f"step {end_step} could not be saved: {self._commits.last_failure}"
         if cause not in PLANNED_CAUSES and not progress:
-            self._failures += 1
+            self._count_failure(cause)
         self._journal.record(records.SegmentEnded, index=index, cause=cause, start_step=start_step, end_step=end_step)
         record = SegmentRecord(
             index=index,
@@ -476,9 +480,8 @@ class Controller:
             message=message,
             details=verdict.details if verdict else "",
         )
-        if verdict is not None and isinstance(error := self._error_of(verdict, None), UserCodeError):
-            self._fail(error)
-            raise error
+        if verdict is not None:
+            self._raise_user_error(verdict)
         return outcome
 
     def record_end(self, error: BaseException | None) -> None:
@@ -577,8 +580,8 @@ class Controller:
         if group.verdict.done():
             verdict = group.verdict.result()
             await self._bury(group, verdict)
-            if isinstance(error := self._error_of(verdict, None), UserCodeError):
-                raise self._failure(error)
+            self._raise_user_error(verdict)
+            self._count_failure(verdict.cause)
             return
         stopped = time.monotonic()
         await self._part_with(group, await group.dismiss())
@@ -639,22 +642,21 @@ class Controller:
         self._group = None
         self._pool.release_leaving(frozenset())
 
-    def _error_of(self, verdict: Verdict, otherwise: SegmentFailedError | None) -> Exception | None:
+    def _count_failure(self, cause: Cause) -> None:
+        """One more failure without progress; `decide` knows how many are too many."""
+        self._failures += 1
+        self._last_failure_cause = cause
+
+    def _raise_user_error(self, verdict: Verdict) -> None:
+        """The job's own errors end the run: no retry helps. Does nothing for other causes."""
         match verdict.cause:
             case "user_error":
-                return UserCodeError(verdict.message, details=verdict.details)
+                self._fail(UserCodeError(verdict.message, details=verdict.details))
             case "data_error":
-                return DataError(verdict.message, details=verdict.details)
+                self._fail(DataError(verdict.message, details=verdict.details))
             case _:
-                return otherwise
-
-    def _failure(self, error: Exception | None) -> Exception:
-        assert error is not None
-        if isinstance(error, UserCodeError):
-            self._fail(error)
-        else:
-            self._failures += 1
-        return error
+                return
+        self._raise_if_over()
 
     def _boundary_after(self, step: int) -> int:
         return next_boundary(
@@ -763,9 +765,7 @@ def _cause_of(error: BaseException) -> Cause:
             return "lease_lost"
         case StorageError():
             return "storage_error"
-        case SegmentFailedError():
+        case SegmentFailedError() | BudgetSpentError():
             return error.cause  # type: ignore[return-value]  # made from a Cause
-        case BudgetSpentError():
-            return "no_capacity"
         case _:
             return "worker_crashed"

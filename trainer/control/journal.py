@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from trainer.errors import StorageError
 from trainer.records import Event, JournalEvent, MetricsRecord, SegmentRecord, to_json
 from trainer.store import AppendPart, Store
 
@@ -37,11 +38,15 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 class Journal:
-    """Called on the controller's event loop; each write is one small append."""
+    """Called on the controller's event loop; each write is one small append.
 
-    def __init__(self, store: Store, controller: str) -> None:
+    A write that fails is reported to `on_trouble` and not raised.
+    """
+
+    def __init__(self, store: Store, controller: str, *, on_trouble: Callable[[StorageError], None]) -> None:
         self._store = store
         self._controller = controller
+        self._on_trouble = on_trouble
         self._listener = _listener.get()
         self._incarnation = 0
         self._events: AppendPart | None = None
@@ -62,19 +67,31 @@ class Journal:
             controller=self._controller,
             **fields,
         )
-        if self._events is None:
-            prefix = f"journal/{self._incarnation}"
-            self._events = self._store.open_part(f"{prefix}/{len(self._store.names(prefix))}.jsonl")
-        self._events.append(to_json(event))
+        with self._reporting_trouble():
+            if self._events is None:
+                prefix = f"journal/{self._incarnation}"
+                self._events = self._store.open_part(f"{prefix}/{len(self._store.names(prefix))}.jsonl")
+            self._events.append(to_json(event))
         self._tell(event)
         return event
 
     def record_metrics(self, metrics: tuple[MetricsRecord, ...]) -> None:
-        if self._metrics is None:
-            self._metrics = self._store.open_part(f"metrics/{self._incarnation}/{metrics[0].step}.jsonl")
-        self._metrics.append(b"".join(to_json(line) for line in metrics))
+        with self._reporting_trouble():
+            if self._metrics is None:
+                self._metrics = self._store.open_part(f"metrics/{self._incarnation}/{metrics[0].step}.jsonl")
+            self._metrics.append(b"".join(to_json(line) for line in metrics))
         for line in metrics:
             self._tell(line)
+
+    @contextlib.contextmanager
+    def _reporting_trouble(self) -> Iterator[None]:
+        # Events are recorded from callbacks of connections and processes: raising there would end those instead of
+        # the run, and look like a lost host.
+        try:
+            yield
+        except StorageError as error:
+            LOG.error("the journal cannot be written: %s", error)
+            self._on_trouble(error)
 
     def _tell(self, item: Event | MetricsRecord) -> None:
         if self._listener is None:

@@ -11,6 +11,30 @@ from types import FrameType
 
 from trainer.control.controller import Controller
 
+# Interrupts that came before there was a controller to tell: code that is being imported may swallow the exception.
+_early: list[int] = []
+
+
+@contextlib.contextmanager
+def remembering_interrupts() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, as always, and `raise_if_interrupted` still knows of it if nobody minded."""
+
+    def handle(number: int, _: FrameType | None) -> None:
+        _early.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        _early.clear()
+
+
+def raise_if_interrupted() -> None:
+    if _early:
+        raise KeyboardInterrupt
+
 
 @contextlib.contextmanager
 def stopping_on_signals(controller: Controller) -> Iterator[None]:
@@ -40,6 +64,7 @@ def stopping_on_signals(controller: Controller) -> Iterator[None]:
     numbers = [signal.SIGINT] if "PREFECT__FLOW_RUN_ID" in os.environ else [signal.SIGINT, signal.SIGTERM]
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
+        raise_if_interrupted()
         yield
     finally:
         for number, handler in before.items():

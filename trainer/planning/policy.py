@@ -39,6 +39,8 @@ class GiveUp:
     """A budget is spent."""
 
     reason: str
+    cause: str
+    """What spent it, in the words of `trainer.records.Cause`."""
 
 
 Decision = Train | Wait | Finish | GiveUp
@@ -52,6 +54,7 @@ class Situation:
     """Step that the next segment starts from: the living group's, or the newest usable commit's."""
     committed_step: int
     failures_without_progress: int
+    last_failure_cause: str
     waited_seconds: float
     """How long the run has been waiting for capacity without a break."""
     capacity: Capacity
@@ -68,7 +71,8 @@ def decide(config: RunConfig, situation: Situation) -> Decision:
     if situation.failures_without_progress > config.elastic.max_failures:
         return GiveUp(
             reason=f"{situation.failures_without_progress} failures in a row without a newly committed step "
-            f"(elastic.max_failures: {config.elastic.max_failures})"
+            f"(elastic.max_failures: {config.elastic.max_failures})",
+            cause=situation.last_failure_cause,
         )
     usable = len(situation.capacity.hosts)
     needed, reason = hosts_needed(config, situation)
@@ -77,7 +81,8 @@ def decide(config: RunConfig, situation: Situation) -> Decision:
         if left <= 0:
             return GiveUp(
                 reason=f"{reason}; waited {situation.waited_seconds:.0f} s "
-                f"(elastic.wait_for_capacity_seconds: {config.elastic.wait_for_capacity_seconds:.0f})"
+                f"(elastic.wait_for_capacity_seconds: {config.elastic.wait_for_capacity_seconds:.0f})",
+                cause="no_capacity",
             )
         return Wait(usable=usable, needed=needed, reason=reason, seconds=left)
     assert isinstance(situation.plan, TopologyPlan)
@@ -108,14 +113,13 @@ def hosts_needed(config: RunConfig, situation: Situation) -> tuple[int, str]:
 def resize_reason(current: TopologyPlan, plan: TopologyPlan | Refusal, capacity: Capacity) -> str:
     """Why a living group should stop for another topology, or "" if it should go on.
 
-    It stops when a host it uses is leaving, or when the capacity allows a plan that the cost model ranks higher.
+    It stops when a host it uses is leaving, or when the planner would now choose another program; other hosts for the
+    same program are no reason.
     """
     usable = {host.host_id for host in capacity.hosts}
     leaving = [host for host in current.hosts if host not in usable]
     if leaving:
         return f"{', '.join(leaving)} leaving"
-    if isinstance(plan, Refusal) or plan.same_program(current):
+    if isinstance(plan, Refusal) or plan.model_copy(update={"hosts": current.hosts}).same_program(current):
         return ""
-    if plan.step_seconds_guess < current.step_seconds_guess:
-        return f"{plan.num_processes} hosts usable"
-    return ""
+    return f"{plan.num_processes} hosts usable"
