@@ -20,7 +20,6 @@ LANGUAGE_MODEL = {
         "seq_len": 16,
         "dropout": 0.1,
     },
-    "steps": 50,
 }
 
 
