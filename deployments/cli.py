@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 
 from trainer.config import RunConfig, load_config
-from trainer.errors import PlanError, RefusedError, ShoalError, StorageError, UserCodeError
+from trainer.errors import LeaseError, PlanError, RefusedError, ShoalError, StorageError, UserCodeError
 
 if TYPE_CHECKING:
     from trainer.history import RunHistory
@@ -100,7 +100,7 @@ def train(config: ConfigArgument, set_: SetOption = None) -> None:
         with remembering_interrupts():
             run_here(run_config)
     except KeyboardInterrupt:
-        err.print("shoal: interrupted before training began")
+        err.print("shoal: interrupted; the same command continues")
         sys.exit(5)
 
 
@@ -132,8 +132,14 @@ def run_here(config: RunConfig) -> None:
         with ProgressDisplay(out, config.steps) as display, listening(display):
             train_run(config)
     except CancelledRun as error:
+        summarize(store)
         err.print(f"shoal: {error}", markup=False, soft_wrap=True)
         sys.exit(5)
+    except LeaseError:
+        raise
+    except ShoalError:
+        print_report_path(store)
+        raise
     summarize(store)
 
 

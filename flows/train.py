@@ -18,7 +18,7 @@ from trainer.control.engines.local import measured_device_memory
 from trainer.control.run import completed_step, open_run
 from trainer.control.signals import stopping_on_signals
 from trainer.description import describe_job
-from trainer.errors import BudgetSpentError, SegmentFailedError, StoppedError
+from trainer.errors import BudgetSpentError, LeaseError, SegmentFailedError, ShoalError, StoppedError
 from trainer.planning.policy import Finish, GiveUp, Train, Wait
 
 
@@ -35,14 +35,21 @@ def train_run(config: RunConfig) -> Any:
         return {"run": config.run_name, "step": step}
     description = describe_job(config)
     run = open_run(config, description, device_memory_bytes=measured_device_memory(config))
-    try:
-        controller = Controller(run, description)
-        with stopping_on_signals(controller), controller:
-            train(controller)
-    except StoppedError as error:
+    controller = Controller(run, description)
+    with stopping_on_signals(controller):
+        try:
+            with controller:
+                train(controller)
+        except LeaseError:
+            raise  # the run is another's, and so is its report
+        except StoppedError as error:
+            publish_report(run.store)
+            return Cancelled(message=str(error))
+        except ShoalError:
+            with contextlib.suppress(ShoalError):  # why the run ended matters more than its report
+                publish_report(run.store)
+            raise
         publish_report(run.store)
-        return Cancelled(message=str(error))
-    publish_report(run.store)
     return {"run": config.run_name, "step": run.config.steps, "directory": run.store.location}
 
 

@@ -87,7 +87,7 @@ class ElasticConfig(Section):
     wait_for_capacity_seconds: float = Field(default=3600.0, ge=0)
     """How long to wait for `num_hosts.min` usable hosts before the run ends with exit code 4."""
     contact_timeout_seconds: float = Field(default=10.0, gt=0)
-    """A host agent that hears nothing from its controller for this long kills its workers."""
+    """A host agent that hears nothing from its controller for this long ends itself and its workers."""
     start_timeout_seconds: float = Field(default=180.0, gt=0)
     """From the order to start a worker to its rendezvous."""
     restore_timeout_seconds: float = Field(default=1800.0, gt=0)

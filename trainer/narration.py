@@ -12,6 +12,8 @@ class Narrator:
 
     def __init__(self) -> None:
         self._topology: TopologyPlan | None = None
+        self._saved_on: object = None
+        """Mesh of the group before; the checkpoint may be older, but then its mesh does not matter to a reader."""
         self._restored: records.RestoredFrom | None = None
         self._first_step: records.FirstStep | None = None
 
@@ -47,11 +49,13 @@ class Narrator:
             case records.GroupReady():
                 self._restored = item.restored_from
                 mesh = self._topology.mesh if self._topology else "?"
+                saved_on, self._saved_on = self._saved_on, mesh
                 if item.restored_from.tier == "init":
                     return f"train state initialized on mesh {mesh}"
+                resharded = "restored onto" if saved_on in (None, mesh) else "resharded onto"
                 return (
                     f"checkpoint loaded from checkpoints/{item.restored_from.incarnation}/{item.restored_from.step}, "
-                    f"resharded onto mesh {mesh}"
+                    f"{resharded} mesh {mesh}"
                 )
             case records.FirstStep():
                 self._first_step = item

@@ -48,6 +48,15 @@ def kill_process_group(process_group: int) -> None:
         os.killpg(process_group, signal.SIGKILL)
 
 
+def kill_rest_of_group() -> None:
+    """SIGKILL every other process of this process's own group, such as what a worker's data pipeline has forked."""
+    own = os.getpgid(0)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            if process.pid != os.getpid() and os.getpgid(process.pid) == own:
+                process.kill()
+
+
 def die_with_parent(parent_pid: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send this process `death_signal` when its parent ends, however the parent ends.
 

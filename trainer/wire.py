@@ -143,7 +143,6 @@ FromWorkerMessage = Annotated[
     Phase | CoordinatorListening | Ready | Steps | Saving | Saved | SaveFailed | Stopped | Failed,
     Field(discriminator="type"),
 ]
-FROM_WORKER: TypeAdapter[FromWorkerMessage] = TypeAdapter(FromWorkerMessage)
 
 
 # --- between controller and host agent ----------------------------------------------------------------------------
@@ -171,7 +170,7 @@ class KillWorkers(Message):
 
 
 class Contact(Message):
-    """The controller lives. An agent that misses these for `contact_timeout_seconds` kills its workers."""
+    """The controller lives. An agent that misses these for `contact_timeout_seconds` ends its host."""
 
     type: Literal["contact"] = "contact"
 

@@ -76,6 +76,7 @@ def run_group(scripts: list[list[tuple[int, wire.Grant | wire.Stop]]], *, steps:
 
     def run_process(index: int) -> None:
         orders = ScriptedOrders(until_step=until_step, script=list(scripts[index]))
+        orders.deliver_due(0)  # what reaches a process between its last word and its first step
         reported: list[MetricsRecord] = []
 
         def batches() -> Iterator[int]:
@@ -111,7 +112,7 @@ def run_group(scripts: list[list[tuple[int, wire.Grant | wire.Stop]]], *, steps:
 def delivery(draw: st.DrawFn) -> tuple[list[list[tuple[int, wire.Grant | wire.Stop]]], int, int]:
     """One sequence of orders, delivered to each process at its own pace but in order, as a controller sends them."""
     steps = draw(st.integers(1, 25))
-    until_step = draw(st.integers(1, steps))
+    until_step = draw(st.integers(0, steps))
     messages: list[wire.Grant | wire.Stop] = []
     granted = until_step
     while granted < steps and draw(st.booleans()):
@@ -123,7 +124,7 @@ def delivery(draw: st.DrawFn) -> tuple[list[list[tuple[int, wire.Grant | wire.St
             messages.append(wire.Stop())
     scripts = []
     for _ in range(draw(st.integers(1, 4))):
-        times = sorted(draw(st.lists(st.integers(1, steps), min_size=len(messages), max_size=len(messages))))
+        times = sorted(draw(st.lists(st.integers(0, steps), min_size=len(messages), max_size=len(messages))))
         scripts.append(list(zip(times, messages, strict=True)))
     return scripts, steps, until_step
 

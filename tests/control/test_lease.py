@@ -129,3 +129,11 @@ def test_an_unreadable_lease_is_a_storage_error_that_says_what_to_do(store: Loca
     store.write(LEASE_KEY, b"{torn")
     with pytest.raises(StorageError, match=r"lease.json is not readable.*move it away"):
         Lease(store, "a").acquire(wait_seconds=0)
+
+
+def test_without_a_lease_file_no_incarnation_number_is_used_twice(store: LocalStore) -> None:
+    store.write("metrics/7/1.jsonl", b"")
+    store.write("checkpoints/12/100/_METADATA", b"")
+    lease = Lease(store, "a")
+    lease.acquire(wait_seconds=0)
+    assert lease.incarnation == 12

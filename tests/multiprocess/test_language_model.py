@@ -37,3 +37,26 @@ def test_a_language_model_that_lost_a_host_has_the_loss_curve_of_one_that_did_no
     assert_complete(run, run.wait_end())
     assert [(r.from_hosts, r.to_hosts) for r in run.of(Recovered)] == [(4, 3), (3, 4)]
     assert_same_training(run, undisturbed)
+
+
+@pytest.mark.slow
+def test_the_default_model_learns_more_than_how_often_each_byte_occurs(new_run: Callable[..., Run]) -> None:
+    """The quickstart's model, data and steps, on one host because that is quicker here."""
+    run = new_run(
+        job="lm",
+        job_params={"preset": "0.5m", "dropout": 0.1},
+        steps=300,
+        **{"num_hosts.max": 1, "checkpoint.save_interval_steps": 100},
+    )
+    run.start()
+    assert_complete(run, run.wait_end(), steps=300)
+    history = run.history()
+    assert history.run is not None
+    baseline = history.run.data.baseline_loss
+    assert baseline is not None
+    assert 3.0 < baseline < 3.5, "nats per byte of Python source"
+    last = [metrics.loss for metrics in history.metrics[-30:]]
+    assert sum(last) / len(last) < baseline - 1.0
+    report = run.store.read("report/report.md")
+    assert report is not None
+    assert f"{baseline:.2f}" in report.decode()

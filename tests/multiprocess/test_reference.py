@@ -42,4 +42,8 @@ def test_an_undisturbed_run_needs_one_group_and_commits_at_every_boundary(refere
     boundaries = list(range(SAVE_INTERVAL, STEPS + 1, SAVE_INTERVAL))
     assert [event.step for event in reference.of(CheckpointCommitted)] == boundaries
     assert [event.end_step for event in reference.of(SegmentEnded)] == boundaries
+    ends = [0, *boundaries]
+    assert [(s.start_step, s.end_step, s.first_sample) for s in reference.history().segments] == [
+        (start, end, 16 * start) for start, end in zip(ends, boundaries, strict=False)
+    ], "segments tile the run"
     assert [metrics.step for _, metrics in reference.trained] == list(range(1, STEPS + 1))

@@ -16,6 +16,7 @@ from trainer.records import (
     Incident,
     RunEnded,
     RunOpened,
+    SegmentEnded,
     StopRequested,
     WorkerPhase,
 )
@@ -55,6 +56,20 @@ def test_ctrl_c_on_a_terminal_stops_with_the_state_saved_and_the_same_command_go
     assert ready.restored_from.step == step
     assert_complete(run, run.wait_end())
     assert_same_training(run, reference, abandoned=0)  # to the bit
+
+
+@pytest.mark.slow
+def test_an_interrupt_between_two_segments_loses_no_step(new_run: NewRun, reference: Run) -> None:
+    """The group trains on while the flow goes from one segment to the next; it must be stopped and saved all the same."""
+    run = new_run()
+    run.start()
+    run.wait_event(SegmentEnded, lambda event: event.end_step == 3 * SAVE_INTERVAL)
+    run.interrupt()
+    step = assert_stopped(run, run.wait_end())
+    assert step >= 3 * SAVE_INTERVAL
+    run.start()
+    assert_complete(run, run.wait_end())
+    assert_same_training(run, reference, abandoned=0)
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ class Checkpointer:
             timeout_secs=int(timeout_seconds),
         )
         # Whoever waits for a save learns of its failure; the loop must not wait, so a thread does.
-        self._begun: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
         self._finisher = threading.Thread(target=self._finish_saves, name="checkpoint-finisher", daemon=True)
         self._finisher.start()
         self._idle = threading.Event()
@@ -78,8 +78,8 @@ class Checkpointer:
         self._idle.wait()
 
     def _finish_saves(self) -> None:
-        while (begun := self._begun.get()) is not None:
-            step, started = begun
+        while True:
+            step, started = self._begun.get()
             try:
                 self._orbax.wait_until_finished()
             except Exception as error:  # noqa: BLE001  whatever a storage raises is the reason the save failed for

@@ -35,6 +35,10 @@ class Orders:
     stop: bool = False
     _messages: queue.SimpleQueue[wire.Grant | wire.Stop] = field(default_factory=queue.SimpleQueue)
 
+    def __post_init__(self) -> None:
+        self.first_limit = self.until_step
+        """The limit that all processes begin with. Grants that came since are in the queue, and taken from there."""
+
     def receive(self, message: wire.Grant | wire.Stop) -> None:
         match message:
             case wire.Stop():
@@ -78,7 +82,7 @@ class Loop:
 
     def run(self, state: PyTree, start_step: int) -> int:
         """Returns the step after which all processes stopped; its state is saved, or its failure reported."""
-        step, limit = start_step, self.orders.until_step
+        step, limit = start_step, self.orders.first_limit
         unread: tuple[int, dict[str, jax.Array]] | None = None
         self._last_end = time.monotonic()
         while step < self.steps:

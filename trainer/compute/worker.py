@@ -216,7 +216,7 @@ def describe_failure(error: BaseException, phase: str) -> wire.Failed:
         kind = "user"
     elif isinstance(error, MemoryError) or _MEMORY_TEXT.search(text):
         kind = "memory"
-    elif phase in ("rendezvous", "restore", "first_step", "step") and _PEER_TEXT.search(text):
+    elif phase in ("rendezvous", "devices", "restore", "first_step", "step") and _PEER_TEXT.search(text):
         kind = "peer"
     elif phase in ("import", "assignment", "rendezvous") or isinstance(error, ShoalError):
         kind = "system"

@@ -7,7 +7,7 @@ size and the crc32c it had when it was committed. Only the lease-holding control
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import google_crc32c
@@ -39,19 +39,20 @@ class Catalog:
         for name in self._store.names("commits"):
             if not name.endswith(".json") or name.removesuffix(".json") in quarantined:
                 continue
-            data = self._store.read(f"commits/{name}")
-            if data is None:
-                continue
             try:
-                records.append(CommitRecord.model_validate_json(data))
-            except pydantic.ValidationError:
-                continue  # a torn record is no commit; its checkpoint stays where it is
+                if (data := self._store.read(f"commits/{name}")) is not None:
+                    records.append(CommitRecord.model_validate_json(data))
+            except (StorageError, pydantic.ValidationError):
+                continue  # a torn or unreadable record is no commit; its checkpoint stays where it is
         return sorted(records, key=lambda record: (record.step, record.incarnation), reverse=True)
 
-    def commit(self, incarnation: int, step: int) -> CommitRecord:
+    def commit(self, incarnation: int, step: int, *, still_ours: Callable[[], None]) -> CommitRecord:
         """Read the finished checkpoint back, record what every file holds, and make it usable.
 
+        Reading may take longer than a lease lasts: `still_ours` is called right before the record is written.
+
         Raises:
+            LeaseError: from `still_ours`; nothing was committed.
             StorageError: it is not there or holds no metadata, so Orbax did not finish it.
         """
         path = checkpoint_path(incarnation, step)
@@ -62,6 +63,7 @@ class Catalog:
         if not any(file.path.endswith("_METADATA") for file in files):
             raise StorageError(f"{self._store.location}/{path} is not a finished checkpoint: it holds no metadata")
         record = CommitRecord(step=step, incarnation=incarnation, path=path, files=files, committed=time.time())
+        still_ours()
         self._store.write(_commit_key(record), to_json(record, indent=1))
         return record
 
@@ -74,15 +76,18 @@ class Catalog:
             if present[file.path] != file.size:
                 return f"{file.path} has {present[file.path]} bytes, committed were {file.size}"
         for file in record.files:
-            if (checksum := self._checksum(f"{record.path}/{file.path}")) != file.crc32c:
+            try:
+                checksum = self._checksum(f"{record.path}/{file.path}")
+            except StorageError as error:
+                return str(error)  # as good as damaged: the next older one may be readable
+            if checksum != file.crc32c:
                 return f"{file.path} has crc32c {checksum}, committed was {file.crc32c}"
         return None
 
-    def newest_usable(self, up_to: int | None = None) -> Iterator[tuple[CommitRecord, str | None]]:
+    def newest_usable(self) -> Iterator[tuple[CommitRecord, str | None]]:
         """Newest first, each with its problem; the caller quarantines the bad ones and stops at the first good one."""
         for record in self.commits():
-            if up_to is None or record.step <= up_to:
-                yield record, self.problem(record)
+            yield record, self.problem(record)
 
     def quarantine(self, record: CommitRecord, reason: str) -> None:
         """Never use this checkpoint again. Its data and its commit record stay where they are."""

@@ -98,8 +98,7 @@ class Commits:
         started = time.monotonic()
 
         def commit() -> tuple[CommitRecord, list[CommitRecord]]:
-            self._lease.renew()  # whoever lost the lease commits nothing
-            record = self._catalog.commit(incarnation, message.step)
+            record = self._catalog.commit(incarnation, message.step, still_ours=self._lease.renew)
             retention = Retention(keep_last_n=self._config.keep_last_n, keep_every=self._config.keep_every)
             return record, self._catalog.expired(retention)
 

@@ -69,7 +69,6 @@ class SegmentOutcome:
     progress: bool
     """Whether the run's highest committed step rose during the segment."""
     message: str = ""
-    details: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +114,7 @@ class Controller:
         self._last_topology: TopologyPlan | None = None
         self._disturbance: _Disturbance | None = None
         self._decided_on = Capacity()
+        self._recorded_to = 0
         self._failures = 0
         self._last_failure_cause: Cause = "worker_crashed"
         self._waiting_since: float | None = None
@@ -211,7 +211,8 @@ class Controller:
         while True:
             await asyncio.sleep(RENEW_SECONDS)
             try:
-                await self._in_storage(self._lease.renew)
+                # Not on the storage thread: reading a checkpoint back may take longer than the lease lasts.
+                await asyncio.to_thread(self._lease.renew)
             except (LeaseError, StorageError) as error:
                 if isinstance(error, LeaseError):
                     self._fail(error)
@@ -251,6 +252,7 @@ class Controller:
         return self._call(self._situation())
 
     async def _situation(self) -> Situation:
+        await self._end_if_over()
         if self._living_group() is None:
             await self._gather()
         self._raise_if_over()
@@ -293,6 +295,7 @@ class Controller:
         if self._group is not None:
             # Its hosts are leaving or lost. It must not stand at its last grant and hold them while we wait.
             await self._retire(self._group)
+            await self._commits.settle()
         if self._waiting_since is None:
             self._waiting_since = time.monotonic()
             self._journal.record(records.Waiting, usable=usable, needed=needed, reason=reason)
@@ -333,13 +336,17 @@ class Controller:
         return self._call(self._resize(topology))
 
     async def _resize(self, topology: TopologyPlan) -> ResizeOutcome:
-        self._raise_if_over()
-        if self._group is not None:
-            await self._retire(self._group)
+        await self._end_if_over()
+        previous = self._group
+        if previous is not None:
+            await self._retire(previous)
         started = time.monotonic()
         cause: Cause | str = self._disturbance.cause if self._disturbance else "start"
         # A group that ended has committed, or failed to commit, all it saved before the next one chooses.
         await self._commits.settle()
+        self._raise_if_complete()
+        if previous is not None and previous.stopped.done() and self._commits.step < previous.step:
+            self._count_failure("checkpoint_error")
         commit = await self._commits.choose()
         restored_from = (
             RestoredFrom(tier="init", step=0)
@@ -376,6 +383,7 @@ class Controller:
             ),
         )
         self._group = group
+        self._recorded_to = restored_from.step
         self._last_topology = topology
         self._waiting_since = None
         if self._disturbance is not None:
@@ -383,10 +391,14 @@ class Controller:
         boundary = self._boundary_after(restored_from.step)
         starting = asyncio.create_task(group.start(until_step=self._boundary_after(boundary)))
         stopping = asyncio.create_task(self._stop.wait())
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not starting.done():  # a stop before the first step: nothing is lost by ending the group at once
-            starting.cancel()
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not starting.done():
+                starting.cancel()
+        if starting.cancelling() or starting.cancelled():
+            # A stop before the first step: nothing is lost by ending the group at once.
             await self._end_group(group)
             self._raise_if_over()
         starting.result()
@@ -408,10 +420,11 @@ class Controller:
         return self._call(self._train_segment(until_step))
 
     async def _train_segment(self, until_step: int) -> SegmentOutcome:
-        self._raise_if_over()
+        await self._end_if_over()
+        self._raise_if_complete()
         group = self._group
         assert group is not None
-        start_step, committed_before, started = group.step, self._commits.step, time.time()
+        start_step, committed_before, started = self._recorded_to, self._commits.step, time.time()
         index = self._journal.next_segment
         self._journal.record(records.SegmentStarted, index=index, start_step=start_step, until_step=until_step)
         # One segment ahead, so that the group never waits for a grant while the flow is busy.
@@ -444,17 +457,19 @@ class Controller:
             await self._bury(group, verdict)
         elif group.stopped.done():
             await self._retire(group)
-        end_step = group.step
-        if verdict is None and end_step >= self.config.steps:
+        if verdict is None and group.step >= self.config.steps:
             cause = "completed"  # the last step came before the stop that was asked for
+        # The group is ahead of a completed segment already; what is beyond belongs to the next one.
+        end_step = min(group.step, until_step) if cause == "completed" else group.step
+        self._recorded_to = end_step
         # A failure is judged by what is committed; a commit that is on its way counts.
         if verdict is not None or group.stopped.done():
             await self._commits.settle()
         progress = self._commits.step > committed_before
         message = verdict.message if verdict else ""
-        if verdict is None and group.stopped.done() and self._commits.step < end_step:
+        if verdict is None and group.stopped.done() and self._commits.step < group.step:
             # All workers stopped as they should, but what they saved is not there: those steps are lost.
-            cause, message = "checkpoint_error", f"step {end_step} could not be saved: {self._commits.last_failure}"
+            cause, message = "checkpoint_error", f"step {group.step} could not be saved: {self._commits.last_failure}"
         if cause not in PLANNED_CAUSES and not progress:
             self._count_failure(cause)
         self._journal.record(records.SegmentEnded, index=index, cause=cause, start_step=start_step, end_step=end_step)
@@ -471,14 +486,18 @@ class Controller:
             started=started,
             ended=time.time(),
         )
-        await self._in_storage(lambda: self._journal.record_segment(record))
+
+        def write() -> None:
+            self._lease.renew()  # whoever lost the lease would write into another's numbering
+            self._journal.record_segment(record)
+
+        await self._in_storage(write)
         outcome = SegmentOutcome(
             cause=cause,
             start_step=start_step,
             end_step=end_step,
             progress=progress,
             message=message,
-            details=verdict.details if verdict else "",
         )
         if verdict is not None:
             self._raise_user_error(verdict)
@@ -501,10 +520,6 @@ class Controller:
                 self._journal.record(
                     records.RunEnded, outcome="failed", cause=_cause_of(error), step=step, message=str(error)
                 )
-
-    @property
-    def failures_without_progress(self) -> int:
-        return self._failures
 
     # --- what the endpoint calls (on the loop) ----------------------------------------------------------------------
 
@@ -728,6 +743,18 @@ class Controller:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
         self._changed.clear()
+
+    async def _end_if_over(self) -> None:
+        """As `_raise_if_over`, but a group that trains on between two segments is stopped and saved first."""
+        if self._stop_reason is not None and self._fatal is None and (group := self._living_group()) is not None:
+            await self._retire(group)
+            await self._commits.settle()
+        self._raise_if_over()
+
+    def _raise_if_complete(self) -> None:
+        # A group that trains ahead may end with everything committed after the decision that is being carried out.
+        if self._commits.step >= self.config.steps:
+            raise GroupFailedError("every step is committed already", cause="completed")
 
     def _raise_if_over(self) -> None:
         if self._fatal is not None:

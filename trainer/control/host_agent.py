@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from trainer import wire
 from trainer.control.runtime import AgentFile, write_private
-from trainer.processes import identify
+from trainer.processes import identify, kill_rest_of_group
 
 _OUTPUT_LINES = 200
 _OUTPUT_LINE_BYTES = 2000
@@ -162,6 +162,8 @@ class HostAgent:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=2.0)
         await runner.cleanup()
+        if os.getpgid(0) == os.getpid():  # a host of its own, as engines start it: what workers started is part of it
+            kill_rest_of_group()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _watch_contact(self) -> None:

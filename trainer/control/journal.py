@@ -51,7 +51,8 @@ class Journal:
         self._incarnation = 0
         self._events: AppendPart | None = None
         self._metrics: AppendPart | None = None
-        self._next_segment = 1 + max((int(name.split(".")[0]) for name in store.names("segments")), default=-1)
+        stems = [name.removesuffix(".json") for name in store.names("segments")]
+        self._next_segment = 1 + max((int(stem) for stem in stems if stem.isdecimal()), default=-1)
 
     def begin_incarnation(self, incarnation: int) -> None:
         """Events and metrics from now on belong to this incarnation."""

@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.25
 
 
 class Lease:
-    """Held from `acquire` to `release`. Not thread-safe: the controller calls it from one executor thread."""
+    """Held from `acquire` to `release`. Threads may renew at once: each renewal is one `Store.update`."""
 
     def __init__(self, store: Store, holder: str) -> None:
         self._store = store
@@ -68,7 +68,7 @@ class Lease:
             current = _parse(old)
             if (current and (current.holder, current.renewals)) != (expected and (expected.holder, expected.renewals)):
                 raise LeaseError("another controller took the lease of this run in the same moment")
-            self.incarnation = current.incarnation if current else 0
+            self.incarnation = current.incarnation if current else _highest_used(self._store)
             return to_json(self._record(renewals=current.renewals + 1 if current else 1))
 
         self._store.update(LEASE_KEY, take)
@@ -136,6 +136,12 @@ def holder_is_dead(record: LeaseRecord) -> bool:
 
 def describe_holder(record: LeaseRecord) -> str:
     return f"controller {record.holder} (process {record.process.pid} on {record.host_name})"
+
+
+def _highest_used(store: Store) -> int:
+    """Without a lease file the directories still tell: no incarnation number may ever be used twice."""
+    names = [name for prefix in ("checkpoints", "metrics", "journal") for name in store.names(prefix)]
+    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def _parse(data: bytes | None) -> LeaseRecord | None:

@@ -62,6 +62,8 @@ def stopping_on_signals(controller: Controller) -> Iterator[None]:
         controller.request_stop(signal.Signals(number).name)
 
     numbers = [signal.SIGINT] if "PREFECT__FLOW_RUN_ID" in os.environ else [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored: then the terminal may go
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         raise_if_interrupted()
