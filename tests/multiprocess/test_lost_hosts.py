@@ -84,7 +84,8 @@ def test_a_run_that_loses_a_worker_and_then_a_host_ends_like_an_undisturbed_one(
     lost_steps = [recovered.step - recovered.resumed_from for recovered in run.of(Recovered)]
     assert lost_steps[2] == 0
     assert len(history.abandoned) == sum(lost_steps)
-    assert all(lost < SAVE_INTERVAL + 5 for lost in lost_steps)
+    # Back to the last commit, which may be the one before the last boundary while that is being saved.
+    assert all(lost < 2 * SAVE_INTERVAL + 5 for lost in lost_steps)
 
 
 def kill_process_zero(run: Run) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.multiprocess.harness import STEPS, Run, assert_complete, assert_same_training
 from trainer.records import (
+    CheckpointCommitted,
     GroupEnded,
     GroupStarting,
     HostChanged,
@@ -49,7 +50,7 @@ def test_a_pausing_run_whose_host_never_returns_gives_up_with_its_state_saved(ne
         }
     )
     run.start()
-    run.wait_step(25)
+    run.wait_event(CheckpointCommitted, lambda event: event.step == 20)
     run.kill_host("host-1")
     waiting = run.wait_event(Waiting)
     assert run.wait_end() == 4, run.story()

@@ -60,7 +60,7 @@ def test_ctrl_c_on_a_terminal_stops_with_the_state_saved_and_the_same_command_go
 
 @pytest.mark.slow
 def test_an_interrupt_between_two_segments_loses_no_step(new_run: NewRun, reference: Run) -> None:
-    """The group trains on while the flow goes from one segment to the next; it must be stopped and saved all the same."""
+    """The group trains on while the flow goes from one segment to the next: it must be stopped and saved as well."""
     run = new_run()
     run.start()
     run.wait_event(SegmentEnded, lambda event: event.end_step == 3 * SAVE_INTERVAL)
