@@ -30,6 +30,7 @@ def test_a_killed_flow_process_is_replaced_at_once_and_a_second_one_is_refused(n
     """One run through three processes of `shoal train`: killed, refused while its successor lives, finished already."""
     run = new_run(env={"SHOAL_TEST_ROW_SECONDS": "0.03"})  # slow enough for the second one to come in time
     run.start()
+    run.wait_event(CheckpointCommitted)
     run.wait_step(SAVE_INTERVAL + 5)
     run.kill_flow()
     newest = max(event.step for event in run.of(CheckpointCommitted))

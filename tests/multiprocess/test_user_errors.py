@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.harness import Run
-from trainer.records import GroupStarting, Incident, RunEnded
+from trainer.records import CheckpointCommitted, GroupStarting, Incident, RunEnded
 
 NewRun = Callable[..., Run]
 
@@ -32,6 +32,7 @@ def test_an_error_while_loading_data_ends_the_run_with_its_traceback(new_run: Ne
     fault = tmp_path / "fault"
     run = new_run(job="tiny_job:LateDataError", env={"SHOAL_TEST_FAULT": str(fault)})
     run.start()
+    run.wait_event(CheckpointCommitted)
     run.wait_step(15)
     fault.touch()
     broken = time.monotonic()
