@@ -42,6 +42,9 @@ SAVE_INTERVAL = 10
 PATIENCE_SECONDS = 120.0
 _MARK = "SHOAL_TEST_MARK"
 _POLL_SECONDS = 0.02
+# Makes stdin the controlling terminal of a new session, as a shell's is. Not between fork and exec of this process,
+# whose threads may hold any lock then.
+_ON_TERMINAL = "import os, sys; os.login_tty(os.dup(0)); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 def base_config(directory: Path) -> dict[str, Any]:
@@ -124,13 +127,12 @@ class Run:
             controller, terminal = pty.openpty()
             self._terminal = controller
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-c", _ON_TERMINAL, *command],
                 cwd=self.cwd,
                 env=env,
                 stdin=terminal,
                 stdout=terminal,
                 stderr=terminal,
-                preexec_fn=lambda: os.login_tty(terminal),
             )
             os.close(terminal)
             threading.Thread(target=_copy, args=(controller, output), daemon=True).start()
