@@ -31,7 +31,7 @@ class EmbeddedServer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port: int = probe.getsockname()[1]
-        tether = [sys.executable, "-P", "-m", "trainer.control.tether", str(os.getpid())]
+        tether = [sys.executable, "-P", "-m", "trainer.control.tether", str(os.getpid()), "SIGTERM"]
         server = [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", "127.0.0.1"]
         options = ["--port", str(self._port), "--no-ui", "--no-scheduler", "--no-late-runs", "--log-level", "ERROR"]
         self._process = subprocess.Popen(

@@ -43,7 +43,7 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}/api"
-    tether = [sys.executable, "-P", "-m", "trainer.control.tether", str(os.getpid())]
+    tether = [sys.executable, "-P", "-m", "trainer.control.tether", str(os.getpid()), "SIGTERM"]
     command = [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     options = ["--no-ui", "--no-scheduler", "--no-late-runs", "--log-level", "ERROR"]
     with (home / "server.log").open("wb") as log:

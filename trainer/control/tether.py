@@ -1,7 +1,7 @@
-"""Run another program tied to this one: `python -P -m trainer.control.tether PARENT_PID PROGRAM ARGUMENT…`.
+"""Run another program tied to this one: `python -P -m trainer.control.tether PARENT_PID SIGNAL PROGRAM ARGUMENT…`.
 
-The program gets a session of its own, so that a Ctrl-C meant for Shoal does not reach it, and SIGTERM when its parent
-ends, however that happens. Both survive the exec, so the program needs to know nothing.
+The program gets a session of its own, so that a Ctrl-C meant for Shoal does not reach it, and SIGNAL (its name) when
+its parent ends, however that happens. Both survive the exec, so the program needs to know nothing.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ from trainer.processes import die_with_parent
 
 if __name__ == "__main__":
     os.setsid()
-    die_with_parent(int(sys.argv[1]), signal.SIGTERM)
-    os.execvp(sys.argv[2], sys.argv[2:])
+    die_with_parent(int(sys.argv[1]), signal.Signals[sys.argv[2]])
+    os.execvp(sys.argv[3], sys.argv[3:])
