@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from typing import Any
 
 from prefect import flow, get_run_logger
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
 from tasks.capacity import next_decision, wait_for_capacity
+from tasks.leaving import leave
 from tasks.report import publish_report
 from tasks.segment import run_segment
 from tasks.topology import resize_to
-from trainer.config import RunConfig
+from trainer.config import RunConfig, parse_config
 from trainer.control.controller import Controller
 from trainer.control.engines.local import measured_device_memory
 from trainer.control.run import completed_step, open_run
 from trainer.control.signals import stopping_on_signals
 from trainer.description import describe_job
 from trainer.errors import BudgetSpentError, LeaseError, SegmentFailedError, ShoalError, StoppedError
+from trainer.permits import permits_of
 from trainer.planning.policy import Finish, GiveUp, Train, Wait
 
 
 @flow(name="train", flow_run_name="train {config.run_name}", retries=0, persist_result=False, validate_parameters=True)
-def train_run(config: RunConfig) -> Any:
+def train_run(config: RunConfig, own_run_each_time: bool = False) -> Any:
     """Train a run, or continue it from its newest good state.
 
     Start, resume after a crash, shrink, grow and retry are all the next turn of this loop; there is no second path.
     A stop by signal ends the flow run Cancelled, with its state saved; every other early end fails it with the reason.
+    A SIGTERM from Prefect's side (its runner or the machine is ending) saves too, and leaves the flow run waiting for
+    its next attempt.
+
+    Args:
+        config: What to train. The same run name continues the same run.
+        own_run_each_time: Add the time that this flow run was scheduled for to the run name, so that each start of a
+            schedule trains a run of its own. A retry keeps the name.
     """
     logger = get_run_logger()
+    if own_run_each_time:
+        config = named_by_time(config, flow_run.scheduled_start_time)
+    if (permits := permits_of()) is not None:
+        permits.check(config)
     if (step := completed_step(config)) is not None:
         logger.info("run %s is complete at step %d already; nothing to do", config.run_name, step)
         return {"run": config.run_name, "step": step}
@@ -39,7 +55,10 @@ def train_run(config: RunConfig) -> Any:
     with stopping_on_signals(controller):
         try:
             with controller:
-                train(controller)
+                try:
+                    train(controller)
+                except TerminationSignal as signal:
+                    leave(controller, signal)
         except LeaseError:
             raise  # the run is another's, and so is its report
         except StoppedError as error:
@@ -51,6 +70,12 @@ def train_run(config: RunConfig) -> Any:
             raise
         publish_report(run.store)
     return {"run": config.run_name, "step": run.config.steps, "directory": run.store.location}
+
+
+def named_by_time(config: RunConfig, time: datetime.datetime) -> RunConfig:
+    """Raises ConfigError if the name becomes too long."""
+    name = f"{config.run_name}-{time.astimezone(datetime.UTC):%Y%m%dT%H%M%SZ}"
+    return parse_config(config.model_dump(mode="json") | {"run_name": name})
 
 
 def train(controller: Controller) -> None:
@@ -69,6 +94,8 @@ def train(controller: Controller) -> None:
                     wait_for_capacity(controller, decision, decision.reason)
                 case Train():
                     advance(controller, decision)
+    except TerminationSignal:
+        raise  # the run has not ended yet: it stops and saves first
     except BaseException as error:
         controller.record_end(error)
         raise

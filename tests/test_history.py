@@ -10,9 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.run_directory_builder import PHASES, START, RunDirectoryBuilder, play_disturbed_run
-from trainer.history import RunHistory, TrainedStep, current_line
+from trainer.history import RunHistory, TrainedStep, current_line, deaths_without_progress
 from trainer.planning.goodput import Kind
-from trainer.records import CheckpointCommitted, CommitRecord, FileRecord, MetricsRecord, StopRequested, to_json
+from trainer.records import (
+    CheckpointCommitted,
+    CommitRecord,
+    FileRecord,
+    JournalEvent,
+    MetricsRecord,
+    RunEnded,
+    RunOpened,
+    StopRequested,
+    to_json,
+)
 from trainer.store import LocalStore
 
 
@@ -500,3 +510,30 @@ def test_without_a_journal_the_metrics_and_segments_still_tell_the_steps(tmp_pat
     assert [span.num_hosts for span in history.topologies] == [4, 3, 4, 3]
     assert history.throughput == ()
     assert history.timeline == ()
+
+
+# --- controllers that died ----------------------------------------------------------------------------------------
+
+
+def opened(newest_commit: int | None) -> RunOpened:
+    return RunOpened(time=0.0, monotonic=0.0, incarnation=1, resumed=True, newest_commit=newest_commit, steps=100)
+
+
+def ended() -> RunEnded:
+    return RunEnded(time=0.0, monotonic=0.0, incarnation=1, outcome="stopped", cause="stopped", step=0)
+
+
+@given(st.lists(st.integers(0, 3), max_size=30))
+def test_deaths_are_those_since_the_last_progress_or_told_end(gains: list[int]) -> None:
+    """Each controller adds `gain` commits and dies; 3 stands for one that ends as it should."""
+    events: list[JournalEvent] = []
+    commit, deaths = 0, 0
+    for gain in gains:
+        events.append(opened(commit or None))
+        if gain == 3:
+            events.append(ended())
+            deaths = 0
+        else:
+            commit += gain
+            deaths = 0 if gain else deaths + 1
+    assert deaths_without_progress(events, commit or None) == deaths

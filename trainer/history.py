@@ -321,6 +321,27 @@ def current_line(
     return tuple(line[step] for step in sorted(line)), tuple(abandoned)
 
 
+def deaths_without_progress(events: Iterable[JournalEvent], newest_commit: int | None) -> int:
+    """How many controllers in a row ended without a word (killed, machine gone) and without a newly committed step.
+
+    Args:
+        events: the journal so far, in order.
+        newest_commit: the newest committed step now; None: none.
+    """
+    deaths, opened = 0, None
+    for event in events:
+        match event:
+            case RunOpened():
+                if opened is not None:
+                    deaths = 0 if (event.newest_commit or 0) > (opened.newest_commit or 0) else deaths + 1
+                opened = event
+            case RunEnded():
+                deaths, opened = 0, None
+    if opened is None:
+        return 0
+    return 0 if (newest_commit or 0) > (opened.newest_commit or 0) else deaths + 1
+
+
 def duration_text(seconds: float) -> str:
     """For people: `4.2 s`, `1 min 46 s`, `3 h 5 min`."""
     if seconds < 60:

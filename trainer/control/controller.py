@@ -44,6 +44,7 @@ from trainer.errors import (
     StorageError,
     UserCodeError,
 )
+from trainer.history import RunHistory, deaths_without_progress
 from trainer.planning.capacity import Capacity
 from trainer.planning.policy import Situation, resize_reason
 from trainer.planning.segment import next_boundary
@@ -123,6 +124,7 @@ class Controller:
         self._stop_reason: str | None = None
         self._fatal: Exception | None = None
         self._aborted = threading.Event()
+        self._interrupted: concurrent.futures.Future[Any] | None = None
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
         self._opened = contextlib.AsyncExitStack()
@@ -149,6 +151,7 @@ class Controller:
             )
             newest = self._catalog.commits()
             self._commits.step = newest[0].step if newest else 0
+            self._raise_if_crash_loop()
             self._journal.record(
                 records.RunOpened,
                 resumed=self.run.resumed,
@@ -166,6 +169,22 @@ class Controller:
             self._lease.release()
             raise
         return self
+
+    def _raise_if_crash_loop(self) -> None:
+        # Failures inside a run are counted while it runs. What kills this very process can only be counted by the next.
+        deaths = deaths_without_progress(RunHistory.load(self._store).events, self._commits.step or None)
+        if deaths <= self.config.elastic.max_failures:
+            return
+        error = BudgetSpentError(
+            f"the flow process died {deaths} times in a row without a newly committed step "
+            f"(elastic.max_failures: {self.config.elastic.max_failures}); starting the run once more tries again",
+            cause="worker_crashed",
+        )
+        self._journal.record(
+            records.RunEnded, outcome="failed", cause="worker_crashed", step=self._commits.step, message=str(error)
+        )
+        self._journal.close()
+        raise error
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -240,6 +259,19 @@ class Controller:
 
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over already
             self._loop.call_soon_threadsafe(stop)
+
+    def stop_and_save(self, reason: str) -> None:
+        """Stop at the next step boundary and return once the state is saved, from within a call that was interrupted.
+
+        For whoever stops the flow by an exception in its thread, as Prefect does: what the exception tore the flow's
+        thread away from goes on here, and is waited for first.
+        """
+        self.request_stop(reason)
+        interrupted, self._interrupted = self._interrupted, None
+        if interrupted is not None:
+            concurrent.futures.wait([interrupted])
+        with contextlib.suppress(StoppedError):
+            self.situation()
 
     def abort(self) -> None:
         """End everything now. Steps since the last commit are lost; nothing else is."""
@@ -780,6 +812,10 @@ class Controller:
                 if interruptible and self._aborted.is_set():
                     future.cancel()
                     raise StoppedError(f"stopped at once; steps after {self._commits.step} are lost") from None
+            except BaseException:
+                if not future.done():  # raised in this thread from outside; the work itself goes on
+                    self._interrupted = future
+                raise
 
 
 def _cause_of(error: BaseException) -> Cause:

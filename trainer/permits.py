@@ -1,0 +1,56 @@
+"""What a served deployment may be asked to do.
+
+Whoever can reach a Prefect server can start its deployments with any parameters, and a job is code that runs. So a
+service lists what it accepts, and everything else is refused before any work. `shoal train` in a shell, whose user
+could run anything anyway, is not limited.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.config import RunConfig, Section
+from trainer.errors import RefusedError
+
+PERMITS_VARIABLE = "SHOAL_PERMITS"
+"""Holds the permits of the service as JSON in the environment of the flow processes that it starts."""
+
+
+class Permits(Section):
+    """What runs of served deployments may use."""
+
+    jobs: tuple[str, ...] = ("lm",)
+    """Jobs that may be trained: `lm`, `package.module:Class`."""
+    storage_roots: tuple[Path, ...]
+    """Directories in which runs may be kept, themselves or below."""
+    data_roots: tuple[Path, ...] = ()
+    """Directories from which `data.path` may read. The default data needs none."""
+
+    def check(self, config: RunConfig) -> None:
+        """Raises RefusedError, naming what was asked for and what is listed."""
+        if config.job not in self.jobs:
+            raise RefusedError(f"job {config.job!r} is not served here; listed (allow.jobs): {', '.join(self.jobs)}")
+        if not _inside(config.storage, self.storage_roots):
+            raise RefusedError(
+                f"storage {config.storage!r} is not served here; "
+                f"listed (allow.storage_roots): {', '.join(map(str, self.storage_roots))}"
+            )
+        if config.data.path is not None and not _inside(config.data.path, self.data_roots):
+            listed = ", ".join(map(str, self.data_roots)) or "none, only the default data"
+            raise RefusedError(
+                f"data.path {config.data.path!r} is not served here; listed (allow.data_roots): {listed}"
+            )
+
+
+def permits_of(environment: Mapping[str, str] = os.environ) -> Permits | None:
+    """Of the service that started this process, or None outside of one."""
+    text = environment.get(PERMITS_VARIABLE)
+    return Permits.model_validate_json(text) if text is not None else None
+
+
+def _inside(path: str, roots: tuple[Path, ...]) -> bool:
+    # Resolved, so that neither `..` nor a symbolic link leads out.
+    resolved = Path(path).expanduser().resolve()
+    return any(resolved.is_relative_to(root.expanduser().resolve()) for root in roots)
