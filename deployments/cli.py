@@ -157,6 +157,35 @@ def print_report_path(store: LocalStore) -> None:
         out.print(f"report: {store.location}/report/report.md", markup=False, soft_wrap=True)
 
 
+@app.command()
+def serve(
+    config: Annotated[Path, typer.Argument(metavar="SERVE_CONFIG", help="YAML file", show_default=False)],
+    check: Annotated[bool, typer.Option("--check", help="only say whether the configuration is good")] = False,
+) -> None:
+    """Keep a Prefect server and a runner alive: runs start by schedule, from the UI, and again after a crash.
+
+    Uses the server at PREFECT_API_URL if that is set. Ctrl-C or SIGTERM stops: every run saves at a step boundary and
+    is continued by the next start.
+    """
+    import asyncio
+
+    from deployments.serve import serve as serve_until_stopped
+    from deployments.serve_config import load_serve_config, load_served_runs
+
+    serve_config = load_serve_config(config)
+    served = load_served_runs(config, serve_config)
+    if check:
+        names = ", ".join(["train", *(run.name for run, _ in served)])
+        out.print(f"{config}: good; deployments {names}", markup=False, soft_wrap=True)
+        return
+    drain_seconds = max((run.elastic.step_timeout_seconds for _, run in served), default=600.0)
+
+    def say(line: str) -> None:
+        out.print(line, markup=False, soft_wrap=True)
+
+    asyncio.run(serve_until_stopped(config, serve_config, say, drain_seconds=drain_seconds))
+
+
 # --- looking ---------------------------------------------------------------------------------------------------------
 
 

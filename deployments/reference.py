@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from deployments.serve_config import ScheduleConfig, ServeConfig, ServedRun
 from trainer.config import CHANGEABLE_ON_RESUME, RunConfig
 
 _HEADER = """\
@@ -20,14 +21,23 @@ A YAML or JSON file, with `--set key=value` on top. Unknown keys are refused wit
 
 <!-- Made by `python -m deployments.reference > docs/configuration.md`; a test compares. -->
 
+"""
+_SERVE_HEADER = """\
+## shoal serve
+
+The YAML file of `shoal serve`; see [serving.md](serving.md). `runs` is a list: each entry has the keys `runs[].…`.
+
+"""
+_TABLE = """\
 | key | default | allowed | meaning |
 |---|---|---|---|
 """
 
 
 def rows(model: type[BaseModel], prefix: str = "", *, changeable: bool = False) -> Iterator[str]:
+    """Table lines of a model and the models inside it."""
     for name, field in model.model_fields.items():
-        may_change = changeable or (not prefix and name in CHANGEABLE_ON_RESUME)
+        may_change = changeable or (model is RunConfig and name in CHANGEABLE_ON_RESUME)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from rows(field.annotation, f"{prefix}{name}.", changeable=may_change)
             continue
@@ -62,7 +72,8 @@ def _option(schema: dict[str, object]) -> str:
 
 
 def reference() -> str:
-    return _HEADER + "\n".join(rows(RunConfig)) + "\n"
+    served = [*rows(ServeConfig), *rows(ServedRun, "runs[]."), *rows(ScheduleConfig, "runs[].schedule.")]
+    return f"{_HEADER}{_TABLE}" + "\n".join(rows(RunConfig)) + f"\n\n{_SERVE_HEADER}{_TABLE}" + "\n".join(served) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,216 @@
+"""What a service puts into Prefect: deployments and automations. Made anew at each start, so that code is the truth."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterTags,
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
+    FlowRunFilterExpectedStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import (
+    ConcurrencyLimitConfig,
+    ConcurrencyLimitStrategy,
+    FlowRun,
+    StateType,
+)
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.deployments.runner import RunnerDeployment
+from prefect.events import Posture
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger
+from prefect.schedules import Cron, Interval, Schedule
+from prefect.states import Cancelled, Scheduled
+from prefect.types.entrypoint import EntrypointType
+
+from deployments.serve_config import ScheduleConfig, ServeConfig, ServedRun
+from flows.train import train_run
+from trainer.config import RunConfig
+
+TAG = "shoal"
+"""On every deployment of a service. The automations act on flow runs that carry it, and on no others."""
+_PAGE = 200
+
+
+# --- deployments ------------------------------------------------------------------------------------------------------
+
+
+async def deployments(runs: Sequence[tuple[ServedRun, RunConfig]]) -> list[RunnerDeployment]:
+    """`train/train`, whose form asks for everything, and one deployment for each run that the service names."""
+    found = [
+        await train_run.ato_deployment(
+            name="train",
+            tags=[TAG],
+            description="Train a run, or continue the one of that name from its newest good state.",
+            entrypoint_type=EntrypointType.MODULE_PATH,
+        )
+    ]
+    for served, config in runs:
+        schedule = served.schedule
+        found.append(
+            await train_run.ato_deployment(
+                name=served.name,
+                tags=[TAG],
+                description=f"The run {config.run_name} in {config.storage}.",
+                parameters={
+                    "config": config.model_dump(mode="json"),
+                    "own_run_each_time": schedule is not None and schedule.own_run_each_time,
+                },
+                schedule=prefect_schedule(schedule) if schedule is not None else None,
+                # The lease of the run is what protects it; this keeps the starts of one schedule from piling up.
+                concurrency_limit=ConcurrencyLimitConfig(
+                    limit=1,
+                    collision_strategy=ConcurrencyLimitStrategy.ENQUEUE
+                    if schedule is not None and schedule.if_running == "queue"
+                    else ConcurrencyLimitStrategy.CANCEL_NEW,
+                ),
+                entrypoint_type=EntrypointType.MODULE_PATH,
+            )
+        )
+    return found
+
+
+def prefect_schedule(schedule: ScheduleConfig) -> Schedule:
+    if schedule.cron is not None:
+        return Cron(schedule.cron, timezone=schedule.timezone)
+    assert schedule.interval_seconds is not None
+    # Anchored, so that a restart of the service does not move the grid.
+    anchor = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
+    return Interval(
+        datetime.timedelta(seconds=schedule.interval_seconds), timezone=schedule.timezone, anchor_date=anchor
+    )
+
+
+# --- automations ------------------------------------------------------------------------------------------------------
+
+_FLOW_RUNS: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
+_OURS: dict[str, str | list[str]] = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
+# Signs that a run which was Running is no longer expected to beat. Prefect's own documented set lacks the waiting ones,
+# and would crash a run that is suspended or about to be started again.
+_NO_LONGER_BEATING = (
+    "Completed",
+    "Failed",
+    "Cancelled",
+    "Crashed",
+    "Cancelling",
+    "Suspended",
+    "Paused",
+    "AwaitingRetry",
+    "Scheduled",
+    "Resuming",
+)
+
+
+def automations(config: ServeConfig) -> list[AutomationCore]:
+    """What notices a flow process that died, and has its run continued."""
+    return [
+        AutomationCore(
+            name="shoal: no sign of life",
+            description=f"A flow run of Shoal that was Running and gave no sign of life for {config.lost_after_seconds}"
+            " s is Crashed: its machine or its runner is gone.",
+            trigger=EventTrigger(
+                match=_FLOW_RUNS,
+                match_related=_OURS,
+                for_each={"prefect.resource.id"},
+                after={"prefect.flow-run.Running", "prefect.flow-run.heartbeat"},
+                expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{name}" for name in _NO_LONGER_BEATING)},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=datetime.timedelta(seconds=config.lost_after_seconds),
+            ),
+            actions=[
+                ChangeFlowRunState(
+                    name=None,
+                    state=StateType.CRASHED,
+                    force=False,
+                    message=f"No sign of life for {config.lost_after_seconds} s.",
+                )
+            ],
+        ),
+        AutomationCore(
+            name="shoal: continue what crashed",
+            description="A flow run of Shoal whose process died is scheduled again and continues from its newest good "
+            "state. Without progress that ends after elastic.max_failures: the flow itself then fails.",
+            trigger=EventTrigger(
+                match=_FLOW_RUNS,
+                match_related=_OURS,
+                for_each={"prefect.resource.id"},
+                expect={"prefect.flow-run.Crashed"},
+                posture=Posture.Reactive,
+                threshold=1,
+                within=datetime.timedelta(seconds=0),
+            ),
+            actions=[
+                ChangeFlowRunState(
+                    name=None, state=StateType.SCHEDULED, force=False, message="Its process died; continued by Shoal."
+                )
+            ],
+        ),
+    ]
+
+
+async def register_automations(client: PrefectClient, wanted: Sequence[AutomationCore]) -> None:
+    """Create them, or bring those of the same name up to date."""
+    for automation in wanted:
+        existing = await client.find_automation(automation.name)
+        if existing is None:
+            await client.create_automation(automation)
+        else:
+            await client.update_automation(existing.id, automation)
+
+
+# --- what a service finds when it starts ------------------------------------------------------------------------------
+
+
+async def tidy_flow_runs(client: PrefectClient, served: Sequence[str]) -> list[str]:
+    """Put right what the time without a service left behind. Returns what was done, a line each.
+
+    Scheduled starts that were missed: only the newest of each deployment is made up for. Flow runs that a runner had
+    fetched but not begun (Pending): they are scheduled again, nobody else would. Deployments of ours that this service
+    no longer names are deleted, so that their schedules start nothing.
+    """
+    said = []
+    now = datetime.datetime.now(tz=datetime.UTC)
+    for deployment in await client.read_deployments(
+        deployment_filter=DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG])), limit=_PAGE
+    ):
+        of_deployment = FlowRunFilterDeploymentId(any_=[deployment.id])
+        if deployment.name not in served:
+            await client.delete_deployment(deployment.id)
+            said.append(f"deployment {deployment.name} is no longer served: removed")
+            continue
+        due = await client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(
+                deployment_id=of_deployment,
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+                expected_start_time=FlowRunFilterExpectedStartTime.model_validate({"before_": now}),
+            ),
+            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+            limit=_PAGE,
+        )
+        for missed in [run for run in due if is_missed_start(run)][1:]:
+            await client.set_flow_run_state(missed.id, Cancelled(message="Missed while the service was down."))
+            said.append(f"missed start of {deployment.name} at {missed.expected_start_time}: not made up for")
+        pending = await client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(
+                deployment_id=of_deployment,
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])),
+            ),
+            limit=_PAGE,
+        )
+        for fetched in pending:
+            await client.set_flow_run_state(fetched.id, Scheduled(message="Its runner ended before it began."))
+            said.append(f"flow run {fetched.name} was fetched but never begun: scheduled again")
+    return said
+
+
+def is_missed_start(run: FlowRun) -> bool:
+    """Made by a schedule and never begun. One that waits for its next attempt is no missed start."""
+    return bool(run.auto_scheduled) and run.run_count == 0

@@ -1,0 +1,50 @@
+"""The process of a service that executes flow runs: registers what is served, then polls Prefect for what is due.
+
+    python -P -m deployments.runner SERVE_CONFIG
+
+Started and restarted by `deployments.serve`. It may be killed at any moment: each flow run is a process of its own that
+goes on without it and reports to Prefect itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+from prefect.client.orchestration import get_client
+from prefect.runner import Runner
+
+from deployments.registration import automations, deployments, register_automations, tidy_flow_runs
+from deployments.serve_config import load_serve_config, load_served_runs
+from trainer.permits import PERMITS_VARIABLE
+
+LOG = logging.getLogger("prefect.shoal")  # below Prefect's own logger, whose handlers and format it takes
+
+
+async def run(path: Path) -> None:
+    config = load_serve_config(path)
+    # The flow processes inherit it.
+    os.environ[PERMITS_VARIABLE] = config.allow.model_dump_json()
+    wanted = await deployments(load_served_runs(path, config))
+    runner = Runner(
+        name="shoal",
+        query_seconds=config.poll_seconds,
+        heartbeat_seconds=config.heartbeat_seconds,
+        limit=config.max_flow_runs,
+        pause_on_shutdown=False,
+    )
+    async with get_client() as client:
+        for line in await tidy_flow_runs(client, [deployment.name for deployment in wanted]):
+            LOG.info(line)
+        for deployment in wanted:
+            await runner.aadd_deployment(deployment)
+        await register_automations(client, automations(config))
+    LOG.info("serving %s", ", ".join(deployment.full_name for deployment in wanted))
+    await runner.start()
+
+
+if __name__ == "__main__":
+    asyncio.run(run(Path(sys.argv[1])))

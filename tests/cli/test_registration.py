@@ -1,0 +1,76 @@
+"""What a service puts into Prefect, as far as it can be seen without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy
+
+from deployments.registration import automations, deployments
+from deployments.serve_config import ServeConfig
+from trainer.config import RunConfig
+
+RUN = {"run_name": "r", "steps": 5, "storage": "runs"}
+
+
+def made(**schedule: Any) -> Any:
+    config = ServeConfig.model_validate(
+        {
+            "allow": {"storage_roots": ["runs"]},
+            "runs": [{"name": "one", "config": "run.yaml", "schedule": schedule or None}],
+        }
+    )
+    everything, one = asyncio.run(deployments([(config.runs[0], RunConfig.model_validate(RUN))]))
+    return everything, one
+
+
+def test_the_form_shows_every_setting_with_its_description() -> None:
+    everything, _ = made()
+    # A path entry point would put flows/ itself on the module path.
+    assert everything.entrypoint == "flows.train.train_run"
+    schema = everything._parameter_openapi_schema
+    run_config = schema.definitions["RunConfig"]["properties"]
+    assert set(run_config) == set(RunConfig.model_fields)
+    text = json.dumps(schema.definitions)
+    for model, field in (
+        ("RunConfig", "steps"),
+        ("ElasticConfig", "max_failures"),
+        ("CheckpointConfig", "keep_last_n"),
+    ):
+        assert schema.definitions[model]["properties"][field]["description"] in text
+        assert len(schema.definitions[model]["properties"][field]["description"]) > 10
+
+
+@pytest.mark.parametrize(
+    ("if_running", "strategy"),
+    [("skip", ConcurrencyLimitStrategy.CANCEL_NEW), ("queue", ConcurrencyLimitStrategy.ENQUEUE)],
+)
+def test_a_schedule_never_doubles_a_run_and_keeps_its_time_zone(
+    if_running: str, strategy: ConcurrencyLimitStrategy
+) -> None:
+    _, one = made(cron="0 2 * * *", timezone="Europe/Berlin", if_running=if_running, own_run_each_time=True)
+    (schedule,) = one.schedules
+    assert (schedule.schedule.cron, schedule.schedule.timezone) == ("0 2 * * *", "Europe/Berlin")
+    assert (one.concurrency_limit, one.concurrency_options.collision_strategy) == (1, strategy)
+    assert one.parameters["own_run_each_time"] is True
+    assert one.parameters["config"]["run_name"] == "r"
+
+
+def test_an_interval_keeps_its_grid_over_a_restart() -> None:
+    _, one = made(interval_seconds=3600, timezone="UTC")
+    _, again = made(interval_seconds=3600, timezone="UTC")
+    assert one.schedules[0].schedule.anchor_date == again.schedules[0].schedule.anchor_date
+
+
+def test_a_run_that_waits_is_not_taken_for_dead() -> None:
+    config = ServeConfig.model_validate({"allow": {"storage_roots": ["runs"]}, "lost_after_seconds": 150})
+    silent, crashed = automations(config)
+    waiting = {f"prefect.flow-run.{name}" for name in ("Suspended", "Paused", "AwaitingRetry", "Scheduled")}
+    assert waiting <= silent.trigger.expect
+    assert silent.trigger.within.total_seconds() == 150
+    # Neither may touch flow runs that are not Shoal's.
+    for automation in (silent, crashed):
+        assert "prefect.tag.shoal" in json.dumps(automation.trigger.match_related.model_dump())
