@@ -274,6 +274,13 @@ class RunHistory:
         return self.topologies[-1].topology if self.topologies else None
 
     @property
+    def baseline_name(self) -> str:
+        """What has the data's `baseline_loss`, for people."""
+        if self.run is not None and self.run.config.job == "lm":
+            return "a unigram model of the same bytes"
+        return "the job's own baseline"
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Over the newest steps of the newest group."""
         recent = self._recent_steps

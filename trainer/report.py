@@ -36,6 +36,7 @@ _SIZE_INCHES, _DOTS_PER_INCH = (8.0, 4.0), 150  # 1200 x 600 pixels
 
 _MOST_SMOOTHED_STEPS = 101
 _END_STEPS = 2
+_MOST_LAST_STEPS = 20
 
 _CAUSE_COLUMNS = ("#", "what", "cause", "hosts", "at step", "steps lost", "down", "itemised (ms)")
 
@@ -74,7 +75,7 @@ def plot_loss(history: RunHistory) -> Figure:
     axes.plot(steps, smooth, color=_LOSS_COLOR, linewidth=2.0, label=f"mean of {window} steps")
     baseline = history.run.data.baseline_loss if history.run is not None else None
     if baseline is not None:
-        name = "unigram baseline" if language_model else "baseline"
+        name = "unigram model" if language_model else "baseline"
         axes.axhline(baseline, color=_QUIET_COLOR, linewidth=1.2, linestyle=(0, (6, 3)), label=f"{name} {baseline:.2f}")
     axes.set_xlim(0, max(steps[-1], 2.0) * 1.005)
     axes.set_ylabel("loss (nats per token)" if language_model else "loss")
@@ -360,14 +361,7 @@ def _summary(history: RunHistory) -> str:
     sentences = [f"The run is **{history.state}** after **{history.step}{of_steps} steps**."]
     if history.message:
         sentences.append(f"It said: {history.message.rstrip('.')}.")
-    loss = _final_loss(history)
-    baseline = history.run.data.baseline_loss if history.run is not None else None
-    if baseline is None:
-        sentences.append(f"The final loss is **{loss:.3f}**.")
-    else:
-        name = "unigram baseline" if history.run and history.run.config.job == "lm" else "baseline"
-        verdict = "clearly below" if loss < 0.95 * baseline else "below" if loss < baseline else "not below"
-        sentences.append(f"The final loss is **{loss:.3f}**, {verdict} the {name} of {baseline:.3f}.")
+    sentences.append(_loss_sentence(history))
     unplanned = [view for view in history.incidents if not view.planned]
     planned = len(history.incidents) - len(unplanned)
     sentences.append(
@@ -379,9 +373,18 @@ def _summary(history: RunHistory) -> str:
     return " ".join(sentences)
 
 
-def _final_loss(history: RunHistory) -> float:
-    """Mean of the last steps (at most 20): a single batch says little."""
-    return float(np.mean([record.loss for record in history.metrics[-20:]]))
+def _loss_sentence(history: RunHistory) -> str:
+    """The mean of the last steps, because a single batch says little; of a short run, of few: it falls fast."""
+    window = max(1, min(_MOST_LAST_STEPS, len(history.steps) // 10))
+    loss = float(np.mean([record.loss for record in history.metrics[-window:]]))
+    name = "final loss" if history.state == "complete" else f"loss at step {history.step}"
+    steps = "the last step alone" if window == 1 else f"mean of the last {window} steps"
+    sentence = f"The {name} is **{loss:.3f}** ({steps})"
+    baseline = history.run.data.baseline_loss if history.run is not None else None
+    if baseline is None:
+        return f"{sentence}."
+    verdict = "clearly below" if loss < 0.95 * baseline else "below" if loss < baseline else "not below"
+    return f"{sentence}, {verdict} the {baseline:.3f} of {history.baseline_name}."
 
 
 def _incident_table(incidents: Iterable[IncidentView]) -> str:
