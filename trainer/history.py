@@ -531,8 +531,8 @@ def _spans(
 ) -> list[Span]:
     """What the journal and the metrics say of the time between the first event and `end`; they may overlap.
 
-    The journal is read as a sequence of groups and of gaps between them. `mark` is where the present gap or start
-    began, `gap` what it counts as.
+    The journal is read as a sequence of groups and of gaps between them. `mark` is where the present gap began, `gap`
+    what it counts as, with the start of the group that ends it.
     """
     spans = [*_step_spans(steps, Kind.PRODUCTIVE_STEP), *_step_spans(abandoned, Kind.WASTED_PROGRESS)]
     last_step_ended: dict[int, float] = {}
@@ -564,7 +564,7 @@ def _spans(
                     spans.append(Span(Kind.WAITING_FOR_CAPACITY, waiting_since, event.time))
                 group, waiting_since = event, None
             case FirstStep() if group is not None:
-                spans.append(Span(Kind.PROGRAM_STARTUP, group.time, event.time))
+                spans.append(Span(gap, group.time, event.time))
             case WorkerPhase() if event.incarnation in stepped:
                 # Phases of an attempt that never finished a step are part of the recovery that it failed to be.
                 kind = _PHASE_KINDS.get(event.phase)
@@ -595,11 +595,11 @@ def _spans(
     if group is None:
         spans.append(Span(gap, mark, end))
     elif group.incarnation not in stepped:
-        spans.append(Span(Kind.PROGRAM_STARTUP, group.time, end))
+        spans.append(Span(gap, group.time, end))
     return spans
 
 
-# The other phases stay what lies below them: program startup.
+# The other phases stay what lies below them: what made the start necessary.
 _PHASE_KINDS: Mapping[PhaseName, Kind] = {
     "rendezvous": Kind.ACCELERATOR_INITIALIZATION,
     "devices": Kind.ACCELERATOR_INITIALIZATION,

@@ -37,6 +37,10 @@ _SIZE_INCHES, _DOTS_PER_INCH = (8.0, 4.0), 150  # 1200 x 600 pixels
 _MOST_SMOOTHED_STEPS = 101
 _END_STEPS = 2
 _MOST_LAST_STEPS = 20
+_START_NOTE = (
+    "Starting processes, imports and compilation count as what made them necessary: program startup the first time "
+    "and after a stop, infrastructure recovery after an incident, elastic resize after a planned one."
+)
 
 _CAUSE_COLUMNS = ("#", "what", "cause", "hosts", "at step", "steps lost", "down", "itemised (ms)")
 
@@ -336,6 +340,7 @@ def render_markdown(history: RunHistory) -> str:
         _incident_table(history.incidents) if history.incidents else "None.",
         "## Where the time went",
         _goodput_table(history),
+        _START_NOTE,
         "## Segments",
         _segment_table(history),
         "## Topologies",
