@@ -314,7 +314,10 @@ def existing_run(run: str) -> LocalStore:
 
     store = open_store(run)
     if store.read(RUN_KEY) is None:
-        raise RefusedError(f"{run} is not a run directory: it holds no {RUN_KEY}")
+        raise RefusedError(
+            f"{run} is not a run directory: it holds no {RUN_KEY} (a run that was just started needs some seconds to "
+            "write it)"
+        )
     return store
 
 

@@ -96,19 +96,38 @@ def test_the_tables_name_incidents_segments_and_kinds_of_badput(disturbed: RunDi
     history = RunHistory.load(disturbed.store)
     page = render_markdown(history)
     incidents = table_rows(page, "Incidents and resizes")
-    assert [(row[1], row[4], row[5]) for row in incidents] == [
-        ("host-2 lost", "118", "18"),
-        ("grow 3→4", "150", "0"),
-        ("host-1 lost", "220", "20"),
+    assert [(row[1], row[2], row[4], row[5]) for row in incidents] == [
+        ("host-2 lost", "host lost", "118", "18"),
+        ("grow 3→4", "planned: more hosts offered", "150", "0"),
+        ("host-1 lost", "host lost", "220", "20"),
     ]
     assert "compile 500" in incidents[0][7]
     assert [row[2] for row in table_rows(page, "Segments")] == [
         f"{segment.start_step} → {segment.end_step}" for segment in history.segments
     ]
+    assert {row[5] for row in table_rows(page, "Segments")} == {"completed", "host lost"}
     shares = [float(row[2].rstrip("%")) for row in table_rows(page, "Where the time went")]
     assert sum(shares[:-1]) == pytest.approx(100, abs=0.6)
     assert "crc32c:1f2e3d4c" in page
     assert "global_batch_size: 16" in page
+
+
+def test_no_table_names_a_planned_change_after_how_it_was_done(tmp_path: Path) -> None:
+    run = RunDirectoryBuilder(tmp_path / "run")
+    run.open()
+    run.start_group(4)
+    for hosts in (2, 3, 3):
+        run.train(run.step + 5)
+        run.end_group("drained")
+        run.continue_on(hosts, cause="drained", planned=True, from_step=run.step)
+    page = render_markdown(RunHistory.load(run.store))
+    assert [(row[1], row[2]) for row in table_rows(page, "Incidents and resizes")] == [
+        ("shrink 4→2", "planned: fewer hosts offered"),
+        ("grow 2→3", "planned: more hosts offered"),
+        ("planned restart", "planned: another topology"),
+    ]
+    assert {row[5] for row in table_rows(page, "Segments")} == {"planned resize"}
+    assert "drained" not in page
 
 
 def test_a_message_cannot_break_a_table(tmp_path: Path) -> None:

@@ -125,6 +125,15 @@ class IncidentView:
             return f"{', '.join(self.hosts)} lost"
         return self.cause.replace("_", " ")
 
+    @property
+    def reason(self) -> str:
+        """`cause` for people: of a planned one it is only how it was done, so this says what it was done for."""
+        if not self.planned:
+            return self.cause.replace("_", " ")
+        if self.from_hosts is None or self.to_hosts is None or self.from_hosts == self.to_hosts:
+            return "planned: another topology"
+        return f"planned: {'more' if self.to_hosts > self.from_hosts else 'fewer'} hosts offered"
+
 
 @dataclass(frozen=True)
 class TopologySpan:

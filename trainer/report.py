@@ -402,8 +402,7 @@ def _incident_table(incidents: Iterable[IncidentView]) -> str:
         else:
             lost, down = str(view.steps_lost), f"{view.down_seconds:.2f} s"
         phases = ", ".join(f"{name.replace('_', ' ')} {1000 * seconds:.0f}" for name, seconds in view.phases.items())
-        cause = view.cause.replace("_", " ")
-        rows.append((view.index, view.title, cause, ", ".join(view.hosts), view.step, lost, down, phases))
+        rows.append((view.index, view.title, view.reason, ", ".join(view.hosts), view.step, lost, down, phases))
     return _table(_CAUSE_COLUMNS, rows, right={0, 4, 5, 6})
 
 
@@ -431,7 +430,7 @@ def _segment_table(history: RunHistory) -> str:
             f"{segment.start_step} → {segment.end_step}",
             len(segment.topology.hosts),
             str(segment.topology.mesh),
-            segment.cause.replace("_", " "),
+            "planned resize" if segment.cause == "drained" else segment.cause.replace("_", " "),
             "init" if segment.restored_from.tier == "init" else f"checkpoint {segment.restored_from.step}",
             f"{segment.ended - segment.started:.2f} s",
         )
