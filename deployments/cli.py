@@ -90,13 +90,13 @@ def train(config: ConfigArgument, set_: SetOption = None) -> None:
     from trainer.control.run import completed_step
     from trainer.store import run_store
 
-    if (step := completed_step(run_config)) is not None:
-        out.print(f"run {run_config.run_name} is complete at step {step}; nothing to do")
-        print_report_path(run_store(run_config.storage, run_config.run_name))
-        return
-    from trainer.control.signals import remembering_interrupts
-
     try:
+        if (step := completed_step(run_config)) is not None:
+            out.print(f"run {run_config.run_name} is complete at step {step}; nothing to do")
+            print_report_path(run_store(run_config.storage, run_config.run_name))
+            return
+        from trainer.control.signals import remembering_interrupts
+
         with remembering_interrupts():
             run_here(run_config)
     except KeyboardInterrupt:
@@ -343,7 +343,10 @@ def existing_run(run: str) -> LocalStore:
 
     store = open_store(run)
     if store.read(RUN_KEY) is None:
-        raise RefusedError(f"{run} is not a run directory: it holds no {RUN_KEY}")
+        raise RefusedError(
+            f"{run} is not a run directory: it holds no {RUN_KEY} (a run that was just started needs some seconds to "
+            "write it)"
+        )
     return store
 
 

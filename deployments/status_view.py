@@ -125,7 +125,8 @@ def _facts(history: RunHistory, facts: Mapping[str, Any]) -> list[tuple[str, Tex
     rows = [("step", f"{facts['step']}{of_steps}")]
     loss, baseline = facts["loss"], None if history.run is None else history.run.data.baseline_loss
     if loss is not None:
-        rows.append(("loss", f"{loss:.4f}" + ("" if baseline is None else f"  (baseline {baseline:.4f})")))
+        beaten = "" if baseline is None else f"; {history.baseline_name} has {baseline:.4f}"
+        rows.append(("loss", f"{loss:.4f}  (step {facts['step']} alone{beaten})"))
     elif history.steps:
         rows.append(("loss", "not finite"))
     if facts["tokens_per_second"] is not None:

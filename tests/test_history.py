@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,9 @@ from trainer.records import (
     to_json,
 )
 from trainer.store import LocalStore
+
+# Of a start, what has no kind of its own.
+START_SECONDS = PHASES["import"] + PHASES["trace"] + PHASES["compile"]
 
 
 @pytest.fixture
@@ -226,7 +230,7 @@ def test_a_lost_controller_is_an_incident_and_its_absence_is_recovery_time(run: 
     (incident,) = history.incidents
     assert (incident.cause, incident.step, incident.steps_lost) == ("controller_lost", 10, 2)
     assert incident.down_since == stood_still
-    assert history.goodput.seconds[Kind.INFRASTRUCTURE_RECOVERY] == 32.5
+    assert history.goodput.seconds[Kind.INFRASTRUCTURE_RECOVERY] == 32.5 + START_SECONDS
     assert history.goodput.seconds[Kind.WASTED_PROGRESS] == 1
 
 
@@ -304,7 +308,7 @@ def test_goodput_itemises_what_a_lost_host_costs(run: RunDirectoryBuilder) -> No
     run.train(20)
     seconds = RunHistory.load(run.store).goodput.seconds
     assert seconds[Kind.WASTED_PROGRESS] == 4 * 0.5
-    assert seconds[Kind.INFRASTRUCTURE_RECOVERY] == 1.5
+    assert seconds[Kind.INFRASTRUCTURE_RECOVERY] == 1.5 + START_SECONDS
     assert seconds[Kind.CHECKPOINT_RESTORING] == 0.25
     assert seconds[Kind.PRODUCTIVE_STEP] == 6 * 0.5 + 14 * 1.0
 
@@ -320,8 +324,43 @@ def test_a_group_that_never_stepped_is_part_of_the_recovery(run: RunDirectoryBui
     run.start_group(1, cause="host_lost", from_step=6)
     run.train(20)
     seconds = RunHistory.load(run.store).goodput.seconds
-    assert before[Kind.INFRASTRUCTURE_RECOVERY] == 0.75
-    assert seconds[Kind.INFRASTRUCTURE_RECOVERY] == 0.75 + sum(PHASES.values()) + 0.75
+    assert before[Kind.INFRASTRUCTURE_RECOVERY] == 0.75 + sum(PHASES.values())
+    assert seconds[Kind.INFRASTRUCTURE_RECOVERY] == 0.75 + sum(PHASES.values()) + 0.75 + START_SECONDS
+
+
+@settings(max_examples=25, deadline=None)
+@given(ends=st.lists(st.sampled_from(["lost", "resized", "stopped"]), max_size=6))
+def test_a_start_counts_as_what_made_it_necessary(
+    ends: list[Literal["lost", "resized", "stopped"]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = RunDirectoryBuilder(tmp_path_factory.mktemp("runs") / "quickstart")
+    run.open()  # 0.5 s
+    run.start_group(2)
+    run.train(4)
+    for end in ends:
+        match end:
+            case "lost":  # 0.25 s each to detect, to stop and to plan
+                run.lose_host("host-1")
+                run.continue_on(2, cause="host_lost", planned=False, from_step=run.step)
+            case "resized":  # 0.25 s to save, 0.25 s to plan
+                run.end_group("drained")
+                run.continue_on(2, cause="drained", planned=True, from_step=run.step)
+            case "stopped":
+                run.end_group("stopped")
+                run.end("stopped", cause="stopped")
+                run.clock += 64
+                run.open(resumed=True)
+                run.start_group(2, from_step=run.step)
+                run.train(run.step + 1)
+        run.train(run.step + 4)
+    goodput = RunHistory.load(run.store).goodput
+    lost, resized, stopped = (ends.count(kind) for kind in ("lost", "resized", "stopped"))
+    assert goodput.seconds[Kind.INFRASTRUCTURE_RECOVERY] == lost * (0.75 + START_SECONDS)
+    assert goodput.seconds[Kind.ELASTIC_RESIZE] == resized * (0.25 + START_SECONDS)
+    # The first start initializes the state, which is no restoring.
+    starts = (1 + stopped) * (0.5 + START_SECONDS)
+    assert goodput.seconds[Kind.PROGRAM_STARTUP] == starts + PHASES["restore"]
+    assert sum(goodput.seconds.values()) == goodput.elapsed_seconds == run.clock - START
 
 
 @pytest.mark.parametrize("living_at", [None, START + 1000])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.run_directory_builder import play_disturbed_run
+from tests.run_directory_builder import RunDirectoryBuilder, play_disturbed_run
 from trainer.history import RunHistory
 from trainer.narration import Narrator
 from trainer.records import Event, MetricsRecord
@@ -36,3 +36,15 @@ def test_the_first_step_after_a_restore_is_told_with_its_loss(tmp_path: Path) ->
     first = next(record for record in history.metrics if record.step == history.topologies[1].first_step)
     lines = told([*events, first])
     assert any(line.startswith("resumed from step") and f"loss {first.loss:.4f}" in line for line in lines)
+
+
+def test_a_planned_change_is_told_by_what_happened_even_when_no_host_left(tmp_path: Path) -> None:
+    run = RunDirectoryBuilder(tmp_path)
+    run.open()
+    run.start_group(4)
+    for hosts in (2, 3, 3):
+        run.train(run.step + 5)
+        run.end_group("drained")
+        run.continue_on(hosts, cause="drained", planned=True, from_step=run.step)
+    lines = [line for line in told(list(RunHistory.load(run.store).events)) if "resumed at step" in line]
+    assert [line.split(" at step")[0] for line in lines] == ["shrank", "grew", "planned restart"]

@@ -54,7 +54,8 @@ def test_the_summary_compares_the_final_loss_with_the_baseline(disturbed: RunDir
     page = render_markdown(RunHistory.load(disturbed.store))
     summary = page.split("\n\n")[1]
     assert "**300 steps**" in summary
-    assert "clearly below the unigram baseline of 4.610" in summary
+    assert "The final loss is **2.3" in summary
+    assert "(mean of the last 20 steps), clearly below the 4.610 of a unigram model of the same bytes." in summary
     assert "2 incidents, 1 planned resize, 38 steps trained again" in summary
 
 
@@ -64,27 +65,69 @@ def test_a_loss_above_the_baseline_is_not_called_below_it(tmp_path: Path) -> Non
     run.start_group(2)
     run.train(3)
     page = render_markdown(RunHistory.load(run.store))
-    assert "not below the unigram baseline" in page
+    assert "not below the 4.610 of a unigram model" in page
     assert "**dead** after **3 of 300 steps**" in page
+
+
+@pytest.mark.parametrize(
+    ("steps", "averaged", "words"),
+    [
+        (3, 1, "the last step alone"),
+        (39, 3, "mean of the last 3 steps"),
+        (290, 20, "mean of the last 20 steps"),
+    ],
+)
+def test_the_loss_of_a_run_on_its_way_is_the_mean_of_few_of_its_steps_and_not_called_final(
+    tmp_path: Path, steps: int, averaged: int, words: str
+) -> None:
+    """The curve falls fast at first: a mean over a large part of a short run would be far from where it stands."""
+    run = RunDirectoryBuilder(tmp_path / "run")
+    run.open()
+    run.start_group(2)
+    run.train(steps)
+    history = RunHistory.load(run.store)
+    loss = np.mean([record.loss for record in history.metrics[-averaged:]])
+    page = render_markdown(history)
+    assert f"The loss at step {steps} is **{loss:.3f}** ({words})" in page
+    assert "final" not in page.split("\n\n")[1]
 
 
 def test_the_tables_name_incidents_segments_and_kinds_of_badput(disturbed: RunDirectoryBuilder) -> None:
     history = RunHistory.load(disturbed.store)
     page = render_markdown(history)
     incidents = table_rows(page, "Incidents and resizes")
-    assert [(row[1], row[4], row[5]) for row in incidents] == [
-        ("host-2 lost", "118", "18"),
-        ("grow 3→4", "150", "0"),
-        ("host-1 lost", "220", "20"),
+    assert [(row[1], row[2], row[4], row[5]) for row in incidents] == [
+        ("host-2 lost", "host lost", "118", "18"),
+        ("grow 3→4", "planned: more hosts offered", "150", "0"),
+        ("host-1 lost", "host lost", "220", "20"),
     ]
     assert "compile 500" in incidents[0][7]
     assert [row[2] for row in table_rows(page, "Segments")] == [
         f"{segment.start_step} → {segment.end_step}" for segment in history.segments
     ]
+    assert {row[5] for row in table_rows(page, "Segments")} == {"completed", "host lost"}
     shares = [float(row[2].rstrip("%")) for row in table_rows(page, "Where the time went")]
     assert sum(shares[:-1]) == pytest.approx(100, abs=0.6)
     assert "crc32c:1f2e3d4c" in page
     assert "global_batch_size: 16" in page
+
+
+def test_no_table_names_a_planned_change_after_how_it_was_done(tmp_path: Path) -> None:
+    run = RunDirectoryBuilder(tmp_path / "run")
+    run.open()
+    run.start_group(4)
+    for hosts in (2, 3, 3):
+        run.train(run.step + 5)
+        run.end_group("drained")
+        run.continue_on(hosts, cause="drained", planned=True, from_step=run.step)
+    page = render_markdown(RunHistory.load(run.store))
+    assert [(row[1], row[2]) for row in table_rows(page, "Incidents and resizes")] == [
+        ("shrink 4→2", "planned: fewer hosts offered"),
+        ("grow 2→3", "planned: more hosts offered"),
+        ("planned restart", "planned: another topology"),
+    ]
+    assert {row[5] for row in table_rows(page, "Segments")} == {"planned resize"}
+    assert "drained" not in page
 
 
 def test_a_message_cannot_break_a_table(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_status_shows_the_facts_of_a_living_run(tmp_path: Path) -> None:
     for fact in (
         "quickstart  running",
         "60 of 100",
-        "baseline 4.6100",
+        "(step 60 alone; a unigram model of the same bytes has 4.6100)",
         "8,192 tokens/s",
         "4: host-0, host-1, host-2, host-3",
         "dcn_data=4 × ici_fsdp=2",

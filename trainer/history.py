@@ -125,6 +125,15 @@ class IncidentView:
             return f"{', '.join(self.hosts)} lost"
         return self.cause.replace("_", " ")
 
+    @property
+    def reason(self) -> str:
+        """`cause` for people: of a planned one it is only how it was done, so this says what it was done for."""
+        if not self.planned:
+            return self.cause.replace("_", " ")
+        if self.from_hosts is None or self.to_hosts is None or self.from_hosts == self.to_hosts:
+            return "planned: another topology"
+        return f"planned: {'more' if self.to_hosts > self.from_hosts else 'fewer'} hosts offered"
+
 
 @dataclass(frozen=True)
 class TopologySpan:
@@ -272,6 +281,13 @@ class RunHistory:
         if started:
             return started[-1]
         return self.topologies[-1].topology if self.topologies else None
+
+    @property
+    def baseline_name(self) -> str:
+        """What has the data's `baseline_loss`, for people."""
+        if self.run is not None and self.run.config.job == "lm":
+            return "a unigram model of the same bytes"
+        return "the job's own baseline"
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -545,8 +561,8 @@ def _spans(
 ) -> list[Span]:
     """What the journal and the metrics say of the time between the first event and `end`; they may overlap.
 
-    The journal is read as a sequence of groups and of gaps between them. `mark` is where the present gap or start
-    began, `gap` what it counts as.
+    The journal is read as a sequence of groups and of gaps between them. `mark` is where the present gap began, `gap`
+    what it counts as, with the start of the group that ends it.
     """
     spans = [*_step_spans(steps, Kind.PRODUCTIVE_STEP), *_step_spans(abandoned, Kind.WASTED_PROGRESS)]
     last_step_ended: dict[int, float] = {}
@@ -578,7 +594,7 @@ def _spans(
                     spans.append(Span(Kind.WAITING_FOR_CAPACITY, waiting_since, event.time))
                 group, waiting_since = event, None
             case FirstStep() if group is not None:
-                spans.append(Span(Kind.PROGRAM_STARTUP, group.time, event.time))
+                spans.append(Span(gap, group.time, event.time))
             case WorkerPhase() if event.incarnation in stepped:
                 # Phases of an attempt that never finished a step are part of the recovery that it failed to be.
                 kind = _PHASE_KINDS.get(event.phase)
@@ -609,11 +625,11 @@ def _spans(
     if group is None:
         spans.append(Span(gap, mark, end))
     elif group.incarnation not in stepped:
-        spans.append(Span(Kind.PROGRAM_STARTUP, group.time, end))
+        spans.append(Span(gap, group.time, end))
     return spans
 
 
-# The other phases stay what lies below them: program startup.
+# The other phases stay what lies below them: what made the start necessary.
 _PHASE_KINDS: Mapping[PhaseName, Kind] = {
     "rendezvous": Kind.ACCELERATOR_INITIALIZATION,
     "devices": Kind.ACCELERATOR_INITIALIZATION,

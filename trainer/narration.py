@@ -95,6 +95,8 @@ def recovered_line(item: records.Recovered) -> str:
     what = f"{', '.join(item.hosts)} {'left' if item.planned else 'lost'}" if item.hosts else item.cause
     if item.planned and item.to_hosts > item.from_hosts:
         what = "grew"
+    elif item.planned and not item.hosts:
+        what = "shrank" if item.to_hosts < item.from_hosts else "planned restart"
     elif not item.planned and item.cause != "host_lost":
         what = f"{item.cause} on {', '.join(item.hosts)}"
     return (

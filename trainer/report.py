@@ -36,6 +36,11 @@ _SIZE_INCHES, _DOTS_PER_INCH = (8.0, 4.0), 150  # 1200 x 600 pixels
 
 _MOST_SMOOTHED_STEPS = 101
 _END_STEPS = 2
+_MOST_LAST_STEPS = 20
+_START_NOTE = (
+    "Starting processes, imports and compilation count as what made them necessary: program startup the first time "
+    "and after a stop, infrastructure recovery after an incident, elastic resize after a planned one."
+)
 
 _CAUSE_COLUMNS = ("#", "what", "cause", "hosts", "at step", "steps lost", "down", "itemised (ms)")
 
@@ -74,7 +79,7 @@ def plot_loss(history: RunHistory) -> Figure:
     axes.plot(steps, smooth, color=_LOSS_COLOR, linewidth=2.0, label=f"mean of {window} steps")
     baseline = history.run.data.baseline_loss if history.run is not None else None
     if baseline is not None:
-        name = "unigram baseline" if language_model else "baseline"
+        name = "unigram model" if language_model else "baseline"
         axes.axhline(baseline, color=_QUIET_COLOR, linewidth=1.2, linestyle=(0, (6, 3)), label=f"{name} {baseline:.2f}")
     axes.set_xlim(0, max(steps[-1], 2.0) * 1.005)
     axes.set_ylabel("loss (nats per token)" if language_model else "loss")
@@ -335,6 +340,7 @@ def render_markdown(history: RunHistory) -> str:
         _incident_table(history.incidents) if history.incidents else "None.",
         "## Where the time went",
         _goodput_table(history),
+        _START_NOTE,
         "## Segments",
         _segment_table(history),
         "## Topologies",
@@ -360,14 +366,7 @@ def _summary(history: RunHistory) -> str:
     sentences = [f"The run is **{history.state}** after **{history.step}{of_steps} steps**."]
     if history.message:
         sentences.append(f"It said: {history.message.rstrip('.')}.")
-    loss = _final_loss(history)
-    baseline = history.run.data.baseline_loss if history.run is not None else None
-    if baseline is None:
-        sentences.append(f"The final loss is **{loss:.3f}**.")
-    else:
-        name = "unigram baseline" if history.run and history.run.config.job == "lm" else "baseline"
-        verdict = "clearly below" if loss < 0.95 * baseline else "below" if loss < baseline else "not below"
-        sentences.append(f"The final loss is **{loss:.3f}**, {verdict} the {name} of {baseline:.3f}.")
+    sentences.append(_loss_sentence(history))
     unplanned = [view for view in history.incidents if not view.planned]
     planned = len(history.incidents) - len(unplanned)
     sentences.append(
@@ -379,9 +378,18 @@ def _summary(history: RunHistory) -> str:
     return " ".join(sentences)
 
 
-def _final_loss(history: RunHistory) -> float:
-    """Mean of the last steps (at most 20): a single batch says little."""
-    return float(np.mean([record.loss for record in history.metrics[-20:]]))
+def _loss_sentence(history: RunHistory) -> str:
+    """The mean of the last steps, because a single batch says little; of a short run, of few: it falls fast."""
+    window = max(1, min(_MOST_LAST_STEPS, len(history.steps) // 10))
+    loss = float(np.mean([record.loss for record in history.metrics[-window:]]))
+    name = "final loss" if history.state == "complete" else f"loss at step {history.step}"
+    steps = "the last step alone" if window == 1 else f"mean of the last {window} steps"
+    sentence = f"The {name} is **{loss:.3f}** ({steps})"
+    baseline = history.run.data.baseline_loss if history.run is not None else None
+    if baseline is None:
+        return f"{sentence}."
+    verdict = "clearly below" if loss < 0.95 * baseline else "below" if loss < baseline else "not below"
+    return f"{sentence}, {verdict} the {baseline:.3f} of {history.baseline_name}."
 
 
 def _incident_table(incidents: Iterable[IncidentView]) -> str:
@@ -394,8 +402,7 @@ def _incident_table(incidents: Iterable[IncidentView]) -> str:
         else:
             lost, down = str(view.steps_lost), f"{view.down_seconds:.2f} s"
         phases = ", ".join(f"{name.replace('_', ' ')} {1000 * seconds:.0f}" for name, seconds in view.phases.items())
-        cause = view.cause.replace("_", " ")
-        rows.append((view.index, view.title, cause, ", ".join(view.hosts), view.step, lost, down, phases))
+        rows.append((view.index, view.title, view.reason, ", ".join(view.hosts), view.step, lost, down, phases))
     return _table(_CAUSE_COLUMNS, rows, right={0, 4, 5, 6})
 
 
@@ -423,7 +430,7 @@ def _segment_table(history: RunHistory) -> str:
             f"{segment.start_step} → {segment.end_step}",
             len(segment.topology.hosts),
             str(segment.topology.mesh),
-            segment.cause.replace("_", " "),
+            "planned resize" if segment.cause == "drained" else segment.cause.replace("_", " "),
             "init" if segment.restored_from.tier == "init" else f"checkpoint {segment.restored_from.step}",
             f"{segment.ended - segment.started:.2f} s",
         )

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.command import CommandLine
 from tests.cli.conftest import TEXT, FinishedRun
-from tests.cli.test_refusals import REFUSED, assert_refused, assert_refused_by_looking
+from tests.cli.test_refusals import REFUSED, assert_refused, assert_refused_by_looking, listing
 from trainer.errors import DataError
 
 
@@ -106,6 +106,37 @@ def test_settings_that_are_fixed_for_the_life_of_a_run_are_refused_with_both_val
 ) -> None:
     finished = finished_run.shoal("train", "config.yaml", "--set", "steps=9", "--set", override)
     assert_refused_by_looking(finished, REFUSED, "'first' was made with other settings", both_values)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (TEXT.upper(), ["begun with other data", "'text.txt'", "'other.txt'"]),
+        ("short", ["'other.txt'", "5 bytes", "one sample needs 17"]),
+        (None, ["'other.txt'", "No such file"]),
+    ],
+    ids=["other", "too little", "none"],
+)
+def test_a_complete_run_is_not_called_complete_for_other_data(
+    finished_run: FinishedRun, tmp_path: Path, text: str | None, parts: list[str]
+) -> None:
+    other = tmp_path / "other.txt"
+    if text is not None:
+        other.write_text(text)
+    before = listing(finished_run.directory)
+    finished = finished_run.shoal("train", "config.yaml", "--set", f"data.path={other}")
+    assert_refused(finished, DataError.exit_code, *(part.replace("'other.txt'", repr(str(other))) for part in parts))
+    assert finished.num_processes == 2  # the command and the description: no Prefect, no worker
+    assert listing(finished_run.directory) == before
+
+
+def test_a_complete_run_is_complete_for_the_same_data_at_another_path(
+    finished_run: FinishedRun, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    finished = finished_run.shoal("train", "config.yaml", "--set", f"data.path={tmp_path / 'text.txt'}")
+    assert (finished.exit_code, finished.stderr) == (0, "")
+    assert "run first is complete at step 7; nothing to do" in finished.stdout
 
 
 def test_other_data_under_the_same_name_is_refused_with_both_descriptions(finished_run: FinishedRun) -> None:

@@ -254,7 +254,8 @@ def test_a_prefect_server_that_does_not_answer_is_named_before_any_work(shoal: C
 
 @pytest.mark.parametrize("arguments", [["status"], ["hosts"], ["report"], ["capacity", "--hosts", "2"]])
 @pytest.mark.parametrize(
-    ("run", "part"), [("absent", "no run.json"), (".", "no run.json"), ("gs://a/b", "local paths")]
+    ("run", "part"),
+    [("absent", "no run.json (a run that was just started"), (".", "no run.json"), ("gs://a/b", "local paths")],
 )
 def test_a_directory_that_is_no_run_is_refused_by_every_command_that_looks_at_one(
     shoal: CommandLine, arguments: list[str], run: str, part: str

@@ -92,6 +92,13 @@ def test_a_single_file_and_a_glob_select_what_they_name(tmp_path: Path, monkeypa
     assert window(TextSource("*/*.txt", seq_len=2), 0) == b"two"
 
 
+def test_its_description_counts_files_and_bytes(tmp_path: Path) -> None:
+    root = write(tmp_path, a=b"text")
+    assert str(TextSource(str(root), seq_len=2)) == f"data.path {str(root)!r} (1 file, 4 bytes)"
+    write(tmp_path, b=b"more")
+    assert str(TextSource(str(root), seq_len=2)) == f"data.path {str(root)!r} (2 files, 8 bytes)"
+
+
 def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "data[1].txt").write_bytes(b"brackets")
     assert window(TextSource(str(tmp_path / "data[1].txt"), seq_len=7), 0) == b"brackets"
@@ -181,10 +188,10 @@ def short_file(root: Path) -> str:
         (lambda root: "", r"^data\.path '' cannot be read \(No such file"),
         (lambda root: str(root), r"^data\.path '.*' holds no files; give"),
         (lambda root: str(root / "*.txt"), r"^data\.path '.*\*\.txt' holds no files; give"),
-        (empty_file, r"^data\.path '.*' holds 0 bytes in 1 file\(s\); one sample needs 9: "),
+        (empty_file, r"^data\.path '.*' holds 0 bytes in 1 file; one sample needs 9: "),
         (
             short_file,
-            r"^data\.path '.*' holds 8 bytes in 1 file\(s\); one sample needs 9: add text or lower job_params",
+            r"^data\.path '.*' holds 8 bytes in 1 file; one sample needs 9: add text or lower job_params",
         ),
         (dangling_link, r"^data\.path '.*' cannot be read \(No such file or directory: '.*link'\)"),
     ],

@@ -355,9 +355,9 @@ def test_the_configured_memory_goes_before_the_measured_one() -> None:
 
 def test_a_model_that_does_not_fit_is_refused_with_bytes_needed_the_limit_and_the_part_to_blame() -> None:
     refusal = refused(config(), hosts(4), SMALL, 1_000_000)
-    assert "(1000000 bytes)" in refusal.reason
+    assert "the limit is 1 MB (1000000 bytes)" in refusal.reason
     assert "4 hosts" in refusal.reason
-    needed = re.search(r"at least [\d.]+ MiB \((\d+) bytes\)", refusal.reason)
+    needed = re.search(r"at least [\d.]+ MB \((\d+) bytes\)", refusal.reason)
     assert needed is not None
     assert "the largest part is optimizer state" in refusal.reason
     assert isinstance(plan_topology(config(), hosts(4), SMALL, int(needed[1])), TopologyPlan)

@@ -9,7 +9,7 @@ import pydantic
 
 from trainer.config import RunConfig, differing_keys
 from trainer.control.catalog import Catalog
-from trainer.description import JobDescription
+from trainer.description import JobDescription, describe_job
 from trainer.errors import DataError, PlanError, RunMismatchError, StorageError
 from trainer.planning.topology import check_minimum
 from trainer.records import SCHEMA_VERSION, RunRecord, to_json
@@ -68,7 +68,15 @@ def settle_config(config: RunConfig, record: RunRecord | None) -> RunConfig:
 
 
 def completed_step(config: RunConfig) -> int | None:
-    """The last step if this run is complete, else None. Reads only; raises as `read_run` and `settle_config` do."""
+    """The last step if this run is complete, else None. Reads only.
+
+    Quick, unless `data.path` is not the one in `run.json`: then a complete run has its data described and compared, as
+    a start would, because saying "complete" of other data would be wrong.
+
+    Raises:
+        DataError: the data at another path is not what the run was trained on, or cannot be read.
+        ShoalError: as `read_run`, `settle_config` and `describe_job`.
+    """
     store = run_store(config.storage, config.run_name)
     record = read_run(store)
     if record is None:
@@ -76,7 +84,11 @@ def completed_step(config: RunConfig) -> int | None:
     settle_config(config, record)
     commits = Catalog(store).commits()
     # A run that was trained further than now asked for is complete as well.
-    return commits[0].step if commits and commits[0].step >= config.steps else None
+    if not commits or commits[0].step < config.steps:
+        return None
+    if config.data.path != record.config.data.path:
+        _check_same(record, describe_job(config))
+    return commits[0].step
 
 
 def check_startable(

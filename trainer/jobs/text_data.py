@@ -55,12 +55,12 @@ class TextSource:
         self.num_bytes = int(self._ends[-1])
         if self.num_bytes <= seq_len:
             raise DataError(
-                f"{self._given} holds {self.num_bytes} bytes in {len(self._names)} file(s); one sample needs "
+                f"{self._given} holds {self.num_bytes} bytes in {self._num_files}; one sample needs "
                 f"{seq_len + 1}: add text or lower job_params.seq_len"
             )
 
     def __str__(self) -> str:
-        return f"{self._given} ({len(self._names)} files, {self.num_bytes:,} bytes)"
+        return f"{self._given} ({self._num_files}, {self.num_bytes:,} bytes)"
 
     def __len__(self) -> int:
         return (self.num_bytes - 1) // self.seq_len
@@ -89,6 +89,10 @@ class TextSource:
                 counts += np.bincount(np.frombuffer(block, np.uint8), minlength=256)
         frequencies = counts[counts > 0] / counts.sum()
         return float(-(frequencies * np.log(frequencies)).sum())
+
+    @property
+    def _num_files(self) -> str:
+        return f"{len(self._names)} file{'' if len(self._names) == 1 else 's'}"
 
     def _size(self, number: int) -> int:
         return int(self._ends[number] - (self._ends[number - 1] if number else 0))

@@ -130,12 +130,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def as_bytes(number: int) -> str:
-    """Exact, with the power of 1024 that a person reads."""
+    """Exact, with the power of 1000 that a person reads: settings are written so, and `shoal plan` shows tables so."""
     scaled, unit = float(number), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if scaled < 1024:
+    for larger in ("kB", "MB", "GB", "TB"):
+        if scaled < 1000:
             break
-        scaled, unit = scaled / 1024, larger
+        scaled, unit = scaled / 1000, larger
     return f"{number} bytes" if unit == "bytes" else f"{scaled:.4g} {unit} ({number} bytes)"
 
 

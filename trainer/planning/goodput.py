@@ -2,7 +2,8 @@
 
 Values in, values out: the caller (`trainer.history`) turns a journal into spans, this module divides the elapsed time
 among them so that each moment is counted exactly once. Kinds follow ml-goodput-measurement; where it speaks of TPUs
-we say accelerator, and it has no word for capacity that is not there.
+we say accelerator, and it has no word for capacity that is not there. Its program startup is every start of the
+program; here a start that an incident or a resize made necessary belongs to what made it necessary.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class Kind(StrEnum):
     ACCELERATOR_INITIALIZATION = "accelerator_initialization"
     """Rendezvous of the processes and opening of their devices (`TPU_INITIALIZATION`)."""
     INFRASTRUCTURE_RECOVERY = "infrastructure_recovery_from_disruption"
-    """From the last finished step of a group that ended unplanned until the group that follows is started."""
+    """From the last finished step of a group that ended unplanned to the first step of the group that follows: what of
+    it no other kind names, such as stopping, planning, imports and compilation."""
     ELASTIC_RESIZE = "elastic_resize"
-    """From the planned end of a group until the next one is started."""
+    """The same from the planned end of a group."""
     PROGRAM_STARTUP = "program_startup"
-    """Start of processes, imports, initialization of the state, tracing and compilation up to the first step."""
+    """The same from the start of the run, or from its resumption after a stop."""
     STOPPED = "stopped"
     """The run was ended and later resumed: neither goodput nor badput."""
     OTHER = "other"
