@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from types import TracebackType
 from typing import Self
 
@@ -16,9 +14,9 @@ from rich.text import Text
 from trainer import records
 from trainer.history import duration_text
 from trainer.narration import Narrator, hosts
+from trainer.progress import LiveProgress, ProgressView
 from trainer.records import JournalEvent, MetricsRecord
 
-_RATE_WINDOW = 50
 _PLAIN_SECONDS = 5.0
 
 
@@ -27,16 +25,8 @@ class ProgressDisplay:
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
-        self._steps = steps
         self._narrator = Narrator()
-        self._lock = threading.Lock()
-        self._recent: deque[MetricsRecord] = deque(maxlen=_RATE_WINDOW)
-        self._topology: records.GroupStarting | None = None
-        self._committed: int | None = None
-        self._state = "starting"
-        self._started = time.monotonic()
-        self._productive = 0.0
-        self._trained_to = 0
+        self._progress = LiveProgress(steps)
         self._last_plain = 0.0
         self._bar = Progress(
             TextColumn("step"),
@@ -60,9 +50,8 @@ class ProgressDisplay:
             self._live.stop()
 
     def __call__(self, item: JournalEvent | MetricsRecord) -> None:
-        with self._lock:
-            self._update(item)
-            line = self._narrator.line(item)
+        self._progress.update(item)
+        line = self._narrator.line(item)
         try:
             if line is not None:
                 self._print(line, item)
@@ -71,62 +60,10 @@ class ProgressDisplay:
         except OSError:  # a full disk behind `> log`, a terminal that was closed: the run does not need them
             self._console.quiet = True
 
-    def _update(self, item: JournalEvent | MetricsRecord) -> None:
-        match item:
-            case MetricsRecord():
-                self._recent.append(item)
-                if item.step > self._trained_to:
-                    self._productive += item.step_seconds
-                    self._trained_to = item.step
-                self._state = "training"
-                self._bar.update(self._task, completed=item.step)
-            case records.RunOpened():
-                self._committed = item.newest_commit
-                self._trained_to = item.newest_commit or 0
-                self._bar.update(self._task, completed=self._trained_to)
-            case records.GroupStarting():
-                self._topology = item
-                self._recent.clear()
-                self._state = f"starting incarnation {item.incarnation}"
-            case records.Incident():
-                self._state = f"recovering from {item.cause}"
-            case records.CheckpointCommitted():
-                self._committed = item.step
-            case records.Waiting():
-                self._state = "waiting for capacity"
-            case records.StopRequested():
-                self._state = "stopping"
-            case _:
-                pass
-
-    # --- figures -----------------------------------------------------------------------------------------------------
-
-    def _step_seconds(self) -> float | None:
-        # The first step of a group includes its warm-up.
-        seconds = sorted(metrics.step_seconds for metrics in list(self._recent)[1:])
-        return seconds[len(seconds) // 2] if seconds else None
-
-    def _figures(self) -> list[str]:
-        latest = self._recent[-1] if self._recent else None
-        step_seconds = self._step_seconds()
-        elapsed = time.monotonic() - self._started
-        figures = [self._state]
-        if latest is not None:
-            figures.append(f"loss {latest.loss:.4f}")
-        if latest is not None and step_seconds:
-            figures.append(f"{latest.tokens / step_seconds:,.0f} tokens/s")
-        if self._topology is not None:
-            plan = self._topology.topology
-            figures.append(f"{hosts(plan.num_processes)}, {plan.mesh}")
-        figures.append("no commit yet" if self._committed is None else f"committed {self._committed}")
-        figures.append(f"goodput {min(1.0, self._productive / elapsed):.0%}")
-        if step_seconds:
-            figures.append(f"left {duration_text(step_seconds * max(0, self._steps - self._trained_to))}")
-        return figures
-
     def _render(self) -> RenderableType:
-        with self._lock:
-            return Group(self._bar, Text("  " + " · ".join(self._figures()), overflow="fold"))
+        view = self._progress.look(time.monotonic())
+        self._bar.update(self._task, completed=view.step)
+        return Group(self._bar, Text("  " + " · ".join([view.activity, *figures(view)]), overflow="fold"))
 
     # --- lines -------------------------------------------------------------------------------------------------------
 
@@ -138,9 +75,25 @@ class ProgressDisplay:
 
     def _print_plain_progress(self, item: MetricsRecord) -> None:
         now = time.monotonic()
-        if now - self._last_plain < _PLAIN_SECONDS and item.step != self._steps:
+        view = self._progress.look(now)
+        if now - self._last_plain < _PLAIN_SECONDS and item.step != view.steps:
             return
         self._last_plain = now
-        with self._lock:
-            figures = self._figures()[1:]
-        self._print(f"step {item.step}/{self._steps} · " + " · ".join(figures), item)
+        self._print(f"step {view.step}/{view.steps} · " + " · ".join(figures(view)), item)
+
+
+def figures(view: ProgressView) -> list[str]:
+    """What is known of loss, speed, hosts, the newest commit, goodput and the time left."""
+    known = []
+    if view.loss is not None:
+        known.append(f"loss {view.loss:.4f}")
+    if view.tokens_per_second is not None:
+        known.append(f"{view.tokens_per_second:,.0f} tokens/s")
+    if view.topology is not None:
+        known.append(f"{hosts(view.topology.num_processes)}, {view.topology.mesh}")
+    known.append("no commit yet" if view.committed_step is None else f"committed {view.committed_step}")
+    if view.goodput is not None:
+        known.append(f"goodput {view.goodput:.0%}")
+    if view.seconds_left is not None:
+        known.append(f"left {duration_text(view.seconds_left)}")
+    return known

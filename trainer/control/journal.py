@@ -20,21 +20,21 @@ from trainer.store import AppendPart, Store
 LOG = logging.getLogger("shoal")
 E = TypeVar("E", bound=Event)
 Listener = Callable[[JournalEvent | MetricsRecord], None]
-# Set by whoever starts the flow in this process (the command line's progress display) before the controller is made.
-_listener: ContextVar[Listener | None] = ContextVar("shoal_journal_listener", default=None)
+# Set before the controller is made, by whoever wants to know: a terminal, a page, a dashboard.
+_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("shoal_journal_listeners", default=())
 
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Controllers made inside this block, in this context, pass all events and metrics on to `listener`.
 
-    It is called on the controller's own thread and must not block.
+    It is called on the controller's own thread and must not block. Blocks may be nested: every listener hears all.
     """
-    token = _listener.set(listener)
+    token = _listeners.set((*_listeners.get(), listener))
     try:
         yield
     finally:
-        _listener.reset(token)
+        _listeners.reset(token)
 
 
 class Journal:
@@ -47,7 +47,7 @@ class Journal:
         self._store = store
         self._controller = controller
         self._on_trouble = on_trouble
-        self._listener = _listener.get()
+        self._listeners = list(_listeners.get())
         self._incarnation = 0
         self._events: AppendPart | None = None
         self._metrics: AppendPart | None = None
@@ -60,7 +60,7 @@ class Journal:
         self._incarnation = incarnation
 
     def record(self, kind: type[E], **fields: Any) -> E:
-        """Append one event, stamped with both clocks, and tell the listener."""
+        """Append one event, stamped with both clocks, and tell the listeners."""
         event = kind(
             time=time.time(),
             monotonic=time.monotonic(),
@@ -95,13 +95,12 @@ class Journal:
             self._on_trouble(error)
 
     def _tell(self, item: Event | MetricsRecord) -> None:
-        if self._listener is None:
-            return
-        try:
-            self._listener(item)  # type: ignore[arg-type]  # every Event subclass is a JournalEvent
-        except Exception:
-            LOG.exception("the listener of the journal failed and is not called again")
-            self._listener = None
+        for listener in tuple(self._listeners):
+            try:
+                listener(item)  # type: ignore[arg-type]  # every Event subclass is a JournalEvent
+            except Exception:
+                LOG.exception("a listener of the journal failed and is not called again")
+                self._listeners.remove(listener)
 
     @property
     def next_segment(self) -> int:
