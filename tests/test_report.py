@@ -101,7 +101,8 @@ def test_the_tables_name_incidents_segments_and_kinds_of_badput(disturbed: RunDi
         ("grow 3→4", "planned: more hosts offered", "150", "0"),
         ("host-1 lost", "host lost", "220", "20"),
     ]
-    assert "compile 500" in incidents[0][7]
+    assert [row[7] for row in incidents] == ["checkpoint 100", "checkpoint 150", "checkpoint 200"]
+    assert "compile 500" in incidents[0][8]
     assert [row[2] for row in table_rows(page, "Segments")] == [
         f"{segment.start_step} → {segment.end_step}" for segment in history.segments
     ]

@@ -5,8 +5,10 @@ It can be made of a living, dead or damaged run, and made again at any time; eac
 
 from __future__ import annotations
 
+import base64
 import io
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ import yaml
 
 from trainer.history import IncidentView, RunHistory, duration_text
 from trainer.planning.goodput import Kind
+from trainer.records import SegmentRecord
 from trainer.store import Store
 
 if TYPE_CHECKING:
@@ -42,7 +45,16 @@ _START_NOTE = (
     "and after a stop, infrastructure recovery after an incident, elastic resize after a planned one."
 )
 
-_CAUSE_COLUMNS = ("#", "what", "cause", "hosts", "at step", "steps lost", "down", "itemised (ms)")
+_CAUSE_COLUMNS = ("#", "what", "cause", "hosts", "at step", "steps lost", "down", "restored from", "itemised (ms)")
+_PLOTS = {
+    "loss.png": "Loss over steps, with the number of hosts underneath",
+    "throughput.png": "Throughput and goodput over wall time",
+}
+# An overview is sent over a network and looked at, not searched: the page in the run directory has every row.
+_MOST_ROWS = 50
+
+# A run's process may draw on two threads, and matplotlib's fonts and caches are made for one.
+_drawing = threading.Lock()
 
 
 def build_report(store: Store) -> str | None:
@@ -56,11 +68,27 @@ def build_report(store: Store) -> str | None:
     history = RunHistory.load(store)
     if not history.steps:
         return None
-    store.write("report/loss.png", _png(plot_loss(history)))
-    store.write("report/throughput.png", _png(plot_throughput(history)))
+    for name, picture in draw_plots(history).items():
+        store.write(f"report/{name}", picture)
     # Last: whoever finds the page finds its pictures.
     store.write("report/report.md", render_markdown(history).encode())
     return f"{store.location}/report/report.md"
+
+
+def draw_plots(history: RunHistory) -> dict[str, bytes]:
+    """The plots as PNG by file name, of a run that has finished a step. One caller at a time draws; others wait."""
+    with _drawing:
+        return {"loss.png": _png(plot_loss(history)), "throughput.png": _png(plot_throughput(history))}
+
+
+def read_plots(store: Store) -> dict[str, bytes]:
+    """The plots as the last report left them; empty before the first.
+
+    Raises:
+        StorageError: they cannot be read.
+    """
+    found = {name: store.read(f"report/{name}") for name in _PLOTS}
+    return {name: picture for name, picture in found.items() if picture is not None}
 
 
 # --- plots --------------------------------------------------------------------------------------------------------
@@ -334,15 +362,14 @@ def render_markdown(history: RunHistory) -> str:
     parts = [
         f"# Training report: {_name(history)}",
         _summary(history),
-        "![Loss over steps, with the number of hosts underneath](loss.png)",
-        "![Throughput and goodput over wall time](throughput.png)",
+        *(f"![{words}]({name})" for name, words in _PLOTS.items()),
         "## Incidents and resizes",
         _incident_table(history.incidents) if history.incidents else "None.",
         "## Where the time went",
         _goodput_table(history),
         _START_NOTE,
         "## Segments",
-        _segment_table(history),
+        _segment_table(history.segments),
         "## Topologies",
         _topology_table(history),
     ]
@@ -359,6 +386,35 @@ def render_markdown(history: RunHistory) -> str:
     if history.problems:
         parts += ["## What could not be read", "\n".join(f"- {problem}" for problem in history.problems)]
     return "\n\n".join(parts) + "\n"
+
+
+def render_overview(history: RunHistory, plots: Mapping[str, bytes]) -> str:
+    """One page that needs nothing beside it: the plots are inside. For a run that has finished a step.
+
+    Of long lists only the newest rows are shown.
+    """
+    return "\n\n".join(
+        [
+            f"# {_name(history)}",
+            _summary(history),
+            f"Run directory: `{history.location}`",
+            "## Incidents and resizes",
+            *_earlier(history.incidents),
+            _incident_table(history.incidents[-_MOST_ROWS:]) if history.incidents else "None.",
+            "## Segments",
+            *_earlier(history.segments),
+            _segment_table(history.segments[-_MOST_ROWS:]) if history.segments else "None ended yet.",
+            *(
+                f"![{_PLOTS[name]}](data:image/png;base64,{base64.b64encode(picture).decode()})"
+                for name, picture in plots.items()
+            ),
+        ]
+    )
+
+
+def _earlier(rows: Sequence[object]) -> list[str]:
+    left_out = len(rows) - _MOST_ROWS
+    return [f"{left_out} earlier ones are in the report of the run directory."] if left_out > 0 else []
 
 
 def _summary(history: RunHistory) -> str:
@@ -401,8 +457,11 @@ def _incident_table(incidents: Iterable[IncidentView]) -> str:
             lost, down = "", "not recovered"
         else:
             lost, down = str(view.steps_lost), f"{view.down_seconds:.2f} s"
+        restored = "" if view.part_of is not None or view.resumed_from is None else _restored_text(view.resumed_from)
         phases = ", ".join(f"{name.replace('_', ' ')} {1000 * seconds:.0f}" for name, seconds in view.phases.items())
-        rows.append((view.index, view.title, view.reason, ", ".join(view.hosts), view.step, lost, down, phases))
+        rows.append(
+            (view.index, view.title, view.reason, ", ".join(view.hosts), view.step, lost, down, restored, phases)
+        )
     return _table(_CAUSE_COLUMNS, rows, right={0, 4, 5, 6})
 
 
@@ -422,7 +481,11 @@ def _goodput_table(history: RunHistory) -> str:
     return _table(("kind", "seconds", "share"), rows, right={1, 2})
 
 
-def _segment_table(history: RunHistory) -> str:
+def _restored_text(step: int) -> str:
+    return f"checkpoint {step}" if step else "init"
+
+
+def _segment_table(segments: Iterable[SegmentRecord]) -> str:
     rows = [
         (
             segment.index,
@@ -431,10 +494,10 @@ def _segment_table(history: RunHistory) -> str:
             len(segment.topology.hosts),
             str(segment.topology.mesh),
             "planned resize" if segment.cause == "drained" else segment.cause.replace("_", " "),
-            "init" if segment.restored_from.tier == "init" else f"checkpoint {segment.restored_from.step}",
+            _restored_text(segment.restored_from.step),
             f"{segment.ended - segment.started:.2f} s",
         )
-        for segment in history.segments
+        for segment in segments
     ]
     columns = ("#", "incarnation", "steps", "hosts", "mesh", "ended by", "group restored from", "took")
     return _table(columns, rows, right={0, 1, 3, 7})
