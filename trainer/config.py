@@ -144,6 +144,15 @@ class SnapshotConfig(Section):
         return self
 
 
+class MetricsConfig(Section):
+    """Live metrics for Prometheus, served by the flow's process while the run lives."""
+
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """TCP port for Prometheus to scrape. None: no metrics are served."""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to listen on. `0.0.0.0`: every network of this machine."""
+
+
 class OptimizerConfig(Section):
     """AdamW with linear warm-up and cosine decay: a function of the step number alone."""
 
@@ -190,6 +199,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     snapshot: SnapshotConfig = SnapshotConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -213,7 +223,18 @@ class RunConfig(Section):
 # What may differ when a run of the same name is started again. Everything else is fixed for the life of a run.
 # The path of the data may differ, its content may not: that is compared by its hash.
 CHANGEABLE_ON_RESUME = frozenset(
-    {"storage", "data", "steps", "num_hosts", "engine", "elastic", "parallelism", "checkpoint", "snapshot"}
+    {
+        "storage",
+        "data",
+        "steps",
+        "num_hosts",
+        "engine",
+        "elastic",
+        "parallelism",
+        "checkpoint",
+        "snapshot",
+        "metrics",
+    }
 )
 
 

@@ -27,6 +27,8 @@ class Permits(Section):
     """Directories in which runs may be kept, themselves or below."""
     data_roots: tuple[Path, ...] = ()
     """Directories from which `data.path` may read. The default data needs none."""
+    metrics_hosts: tuple[str, ...] = ("127.0.0.1",)
+    """Addresses on which `metrics.port` may be opened."""
 
     def check(self, config: RunConfig) -> None:
         """Raises RefusedError, naming what was asked for and what is listed."""
@@ -41,6 +43,11 @@ class Permits(Section):
             listed = ", ".join(map(str, self.data_roots)) or "none, only the default data"
             raise RefusedError(
                 f"data.path {config.data.path!r} is not served here; listed (allow.data_roots): {listed}"
+            )
+        if config.metrics.port is not None and config.metrics.host not in self.metrics_hosts:
+            raise RefusedError(
+                f"metrics.host {config.metrics.host!r} is not served here; "
+                f"listed (allow.metrics_hosts): {', '.join(self.metrics_hosts) or 'none'}"
             )
 
 

@@ -46,7 +46,7 @@ class ProgressView:
     """Median of the newest steps of the newest group."""
     tokens_per_second: float | None
     topology: TopologyPlan | None
-    """Of the newest worker group."""
+    """Of the worker group that trains or starts; None while the run waits for capacity."""
     committed_step: int | None
     goodput: float | None
     """Part of the time since this process opened the run that became steps, 0 to 1."""
@@ -92,6 +92,8 @@ class LiveProgress:
                 case records.CheckpointCommitted():
                     self._committed = item.step
                 case records.Waiting():
+                    self._topology = None
+                    self._recent.clear()
                     self._turn_to("waiting for capacity", item.reason)
                 case records.StopRequested():
                     self._turn_to("stopping", item.reason)

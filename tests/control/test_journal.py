@@ -71,6 +71,21 @@ def test_a_listener_hears_all_until_it_fails_and_the_journal_goes_on(tmp_path: P
     assert [line.step for line in RunHistory.load(store).metrics] == [1, 2, 3, 4]
 
 
+def test_every_listener_of_nested_blocks_hears_all_even_if_another_fails(tmp_path: Path) -> None:
+    outer: list[Event | MetricsRecord] = []
+    inner: list[Event | MetricsRecord] = []
+
+    def failing(item: Event | MetricsRecord) -> None:
+        raise ValueError("the page is gone")
+
+    with listening(outer.append), listening(failing), listening(inner.append):
+        journal = Journal(LocalStore(tmp_path), "a", on_trouble=fail)
+    journal.record_metrics((metrics(1), metrics(2)))
+    unheard = Journal(LocalStore(tmp_path), "b", on_trouble=fail)
+    unheard.record_metrics((metrics(3),))
+    assert outer == inner == [metrics(1), metrics(2)]
+
+
 def test_trouble_with_the_storage_is_reported_and_not_raised(tmp_path: Path) -> None:
     trouble: list[StorageError] = []
     journal = Journal(LocalStore(tmp_path), "a", on_trouble=trouble.append)

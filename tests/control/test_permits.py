@@ -32,6 +32,8 @@ def config(tmp_path: Path, **changes: Any) -> RunConfig:
         {"job": "mine:Job"},
         {"data": {"path": "texts"}},
         {"data": {"path": "texts/**/*.txt"}},
+        {"metrics": {"port": 9000}},
+        {"metrics": {"host": "0.0.0.0"}},  # says where, but opens nothing
     ],
 )
 def test_accepts_what_is_listed(
@@ -52,6 +54,7 @@ def test_accepts_what_is_listed(
         ({"data": {"path": "/etc/passwd"}}, "allow.data_roots"),
         ({"data": {"path": "texts/../*"}}, "allow.data_roots"),
         ({"data": {"path": "texts/link/*.txt"}}, "allow.data_roots"),
+        ({"metrics": {"port": 9000, "host": "0.0.0.0"}}, "allow.metrics_hosts"),
     ],
 )
 def test_refuses_the_rest_and_says_what_is_listed(
