@@ -16,9 +16,11 @@ from tasks.leaving import leave
 from tasks.report import publish_report
 from tasks.segment import run_segment
 from tasks.topology import resize_to
+from tasks.watching import watching
 from trainer.config import RunConfig, parse_config
 from trainer.control.controller import Controller
 from trainer.control.engines.local import measured_device_memory
+from trainer.control.prometheus import serving_metrics
 from trainer.control.run import completed_step, open_run
 from trainer.control.signals import stopping_on_signals
 from trainer.description import describe_job
@@ -52,13 +54,13 @@ def train_run(config: RunConfig, own_run_each_time: bool = False) -> Any:
     description = describe_job(config)
     run = open_run(config, description, device_memory_bytes=measured_device_memory(config))
     controller = Controller(run, description)
-    with stopping_on_signals(controller):
+    with stopping_on_signals(controller), serving_metrics(run.config), watching(run) as watcher:
         try:
             with controller:
                 try:
                     train(controller)
                 except TerminationSignal as signal:
-                    leave(controller, signal)
+                    leave(controller, watcher, signal)
         except LeaseError:
             raise  # the run is another's, and so is its report
         except StoppedError as error:

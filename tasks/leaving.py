@@ -9,11 +9,12 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import AwaitingRetry
 
+from tasks.watching import Watcher
 from trainer.control.controller import Controller
 from trainer.errors import StoppedError
 
 
-def leave(controller: Controller, signal: TerminationSignal) -> NoReturn:
+def leave(controller: Controller, watcher: Watcher, signal: TerminationSignal) -> NoReturn:
     """Save at a step boundary; then leave the flow run to be scheduled again, or cancelled if that was asked for.
 
     Only after the commit may another process be told to continue: sooner, it would begin from an older state.
@@ -24,6 +25,7 @@ def leave(controller: Controller, signal: TerminationSignal) -> NoReturn:
     """
     controller.stop_and_save("SIGTERM")
     controller.record_end(StoppedError("its process was told to end; state saved"))
+    watcher.let_go_of_state()
     with get_client(sync_client=True) as client:
         flow_run_id = flow_run.id
         state = client.read_flow_run(flow_run_id).state
