@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from typing import IO
@@ -40,3 +41,14 @@ def test_a_terminal_that_works_shows_the_event(capsys: pytest.CaptureFixture[str
     with ProgressDisplay(Terminal(), steps=10) as display:
         display(StopRequested(time=0.0, monotonic=0.0, incarnation=1, reason="a test"))
     assert "stopping at the next step boundary (a test)" in capsys.readouterr().out
+
+
+def test_warnings_of_a_run_are_lines_and_everything_below_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("shoal")
+    with ProgressDisplay(Terminal(), steps=10):
+        log.warning("metrics.port %d is taken", 9100)
+        log.info("nobody asked for this")
+    log.warning("after the end")
+    shown = capsys.readouterr().out
+    assert "metrics.port 9100 is taken" in shown
+    assert len(shown.splitlines()) == 1
