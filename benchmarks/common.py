@@ -30,7 +30,7 @@ from rich.table import Table
 from trainer.config import RunConfig, load_config
 from trainer.control.runtime import agent_files, runtime_root, tidy
 from trainer.history import RunHistory
-from trainer.processes import kill_process_group
+from trainer.processes import kill_process_group, tethered
 from trainer.records import JournalEvent, parse_event
 from trainer.store import LocalStore, run_store
 
@@ -205,11 +205,10 @@ class ShoalRun:
 
     def __enter__(self) -> Self:
         self._config_path.write_text(self.config.model_dump_json())
-        tether = [sys.executable, "-P", "-m", "trainer.control.tether", str(os.getpid())]
         shoal = [str(Path(sys.executable).with_name("shoal")), "train", str(self._config_path)]
         with self._output_path.open("wb") as output:
             self._process = subprocess.Popen(
-                [*tether, *shoal], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT
+                tethered(shoal, signal.SIGTERM), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT
             )
         return self
 

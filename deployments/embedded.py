@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import urllib.error
 import urllib.request
 
 from trainer.errors import RefusedError, ShoalError
+from trainer.processes import tethered
 
 _START_SECONDS = 120.0
 _ANSWER_SECONDS = 10.0
@@ -31,11 +33,10 @@ class EmbeddedServer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port: int = probe.getsockname()[1]
-        tether = [sys.executable, "-P", "-m", "trainer.control.tether", str(os.getpid()), "SIGTERM"]
         server = [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", "127.0.0.1"]
         options = ["--port", str(self._port), "--no-ui", "--no-scheduler", "--no-late-runs", "--log-level", "ERROR"]
         self._process = subprocess.Popen(
-            [*tether, *server, *options],
+            tethered([*server, *options], signal.SIGTERM),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

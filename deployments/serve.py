@@ -30,6 +30,7 @@ import psutil
 
 from deployments.serve_config import ServeConfig
 from trainer.errors import RefusedError, ShoalError
+from trainer.processes import tethered
 
 Say = Callable[[str], None]
 
@@ -63,11 +64,8 @@ class Supervised:
             began = time.monotonic()
             with self.log.open("ab") as log:
                 self.process = await asyncio.create_subprocess_exec(
-                    *PYTHON,
-                    "trainer.control.tether",
-                    str(os.getpid()),
-                    "SIGKILL",  # on SIGTERM a runner would cancel every flow run, and a server wait for its clients
-                    *self.command,
+                    # On SIGTERM a runner would cancel every flow run, and a server wait for its clients.
+                    *tethered(self.command, signal.SIGKILL),
                     env=dict(self.environment),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -55,6 +56,15 @@ def kill_rest_of_group() -> None:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
             if process.pid != os.getpid() and os.getpgid(process.pid) == own:
                 process.kill()
+
+
+def tethered(command: Sequence[str], death_signal: signal.Signals) -> list[str]:
+    """The command line that runs `command` tied to this process, by the program `trainer.control.tether`.
+
+    It gets a session of its own, and `death_signal` when this process ends, however that happens.
+    """
+    tether = [sys.executable, "-P", "-m", "trainer.control.tether", str(os.getpid()), death_signal.name]
+    return [*tether, *command]
 
 
 def die_with_parent(parent_pid: int, death_signal: signal.Signals = signal.SIGKILL) -> None:

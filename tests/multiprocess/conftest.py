@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.harness import Run, assert_complete, down_times, wait_until
+from trainer.processes import tethered
 
 START_SECONDS = 120.0
 
@@ -43,12 +45,11 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}/api"
-    tether = [sys.executable, "-P", "-m", "trainer.control.tether", str(os.getpid()), "SIGTERM"]
     command = [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     options = ["--no-ui", "--no-scheduler", "--no-late-runs", "--log-level", "ERROR"]
     with (home / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            [*tether, *command, *options],
+            tethered([*command, *options], signal.SIGTERM),
             env={**clean_environment(home), "PREFECT_API_URL": url},
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -1,7 +1,8 @@
 """Run another program tied to this one: `python -P -m trainer.control.tether PARENT_PID SIGNAL PROGRAM ARGUMENT…`.
 
-The program gets a session of its own, so that a Ctrl-C meant for Shoal does not reach it, and SIGNAL (its name) when
-its parent ends, however that happens. Both survive the exec, so the program needs to know nothing.
+`trainer.processes.tethered` makes such command lines. The program gets a session of its own, so that a Ctrl-C meant
+for Shoal does not reach it, and SIGNAL (its name) when its parent ends, however that happens. Both survive the exec,
+so the program needs to know nothing.
 """
 
 from __future__ import annotations
