@@ -338,7 +338,13 @@ def bench_config(
 def run_bare(config: RunConfig, topology: TopologyPlan, step: StepKind, directory: Path) -> BareResult:
     """The loop on as many processes as the topology has hosts, each in the environment that a worker would get."""
     directory.mkdir()
-    engine = LocalEngine(config, run="", controller="", pool_directory=directory)
+    engine = LocalEngine(
+        config.engine,
+        contact_timeout_seconds=config.elastic.contact_timeout_seconds,
+        run="",
+        controller="",
+        pool_directory=directory,
+    )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -314,6 +314,29 @@ def capacity(
 
 
 @app.command()
+def pool(
+    pool: Annotated[str | None, typer.Argument(metavar="[POOL]", help="its id; not needed if there is one")] = None,
+    hosts: Annotated[int | None, typer.Option("--hosts", min=0, help="hosts that it has from now on")] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Show the pool of a service and whose its hosts are, or resize it.
+
+    Hosts that leave end at a step boundary of the run that uses them. New ones go at once to runs that cannot train
+    without; that others grow, the flow scale-up decides.
+    """
+    from trainer.control.remote import RemotePool
+
+    remote = RemotePool.find(pool)
+    view = remote.view() if hosts is None else remote.offer(hosts)
+    if json_:
+        print_json(view.model_dump(mode="json"))
+        return
+    from deployments.pool_view import render_pool
+
+    out.print(render_pool(view))
+
+
+@app.command()
 def doctor(
     storage: Annotated[str, typer.Option("--storage", help="where runs are to be kept")] = "runs",
     json_: JsonOption = False,

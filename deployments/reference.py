@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from deployments.serve_config import ScheduleConfig, ServeConfig, ServedRun
-from trainer.config import CHANGEABLE_ON_RESUME, RunConfig
+from trainer.config import CHANGEABLE_ON_RESUME, PoolConfig, RunConfig
 
 _HEADER = """\
 # Configuration
@@ -66,13 +66,18 @@ def _option(schema: dict[str, object]) -> str:
         assert isinstance(values, list)
         return ", ".join(f"`{value}`" for value in values)
     bounds = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}"}
-    text = [str(schema.get("type", "any"))]
+    text = ["section" if "$ref" in schema else str(schema.get("type", "any"))]
     text += [template.format(schema[key]) for key, template in bounds.items() if key in schema]
     return " ".join(text)
 
 
 def reference() -> str:
-    served = [*rows(ServeConfig), *rows(ServedRun, "runs[]."), *rows(ScheduleConfig, "runs[].schedule.")]
+    served = [
+        *rows(ServeConfig),
+        *rows(PoolConfig, "pool."),
+        *rows(ServedRun, "runs[]."),
+        *rows(ScheduleConfig, "runs[].schedule."),
+    ]
     return f"{_HEADER}{_TABLE}" + "\n".join(rows(RunConfig)) + f"\n\n{_SERVE_HEADER}{_TABLE}" + "\n".join(served) + "\n"
 
 

@@ -2,18 +2,20 @@
 
     shoal serve            this process only starts, watches and ends the others
       ├─ prefect server    unless PREFECT_API_URL names one
+      ├─ keeper            of the pool, if the service has one; see trainer.control.keeper
       └─ runner            registers and executes; see deployments.runner
            └─ flow run × n    a process each, which outlives the runner
 
 Ending: the runner goes first and by SIGKILL, because Prefect's own way would cancel every flow run. Then each flow
 process gets SIGTERM, on which the run stops at a step boundary, saves, and leaves itself to be scheduled again. The
-server goes last, because they report to it.
+pool follows, and the server goes last, because they report to it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import signal
 import sys
@@ -29,6 +31,8 @@ from pathlib import Path
 import psutil
 
 from deployments.serve_config import ServeConfig
+from trainer.config import PoolConfig
+from trainer.control.tenancy import POOL_VARIABLE
 from trainer.errors import RefusedError, ShoalError
 from trainer.processes import tethered
 
@@ -118,41 +122,58 @@ async def serve(path: Path, config: ServeConfig, say: Say, *, drain_seconds: flo
             logs / "server.log",
             say,
         )
+        pool = pool_keeper(path, config.pool, environment, logs, say) if config.pool is not None else None
         # Prefect starts flow processes with `-m`, which would put a `tasks/` of the user's directory before ours.
         # A temporary directory of its own, because nobody cleans up behind a runner that is killed.
         (logs / "tmp").mkdir()
+        of_flows = {"PYTHONSAFEPATH": "1", "TMPDIR": str(logs / "tmp"), SERVICE_VARIABLE: service}
         runner = Supervised(
             "the runner",
             [*PYTHON, "deployments.runner", str(path)],
-            {**environment, "PYTHONSAFEPATH": "1", "TMPDIR": str(logs / "tmp"), SERVICE_VARIABLE: service},
+            {**environment, **of_flows, **({POOL_VARIABLE: pool_id(path)} if pool is not None else {})},
             logs / "runner.log",
             say,
         )
-        keepers: list[asyncio.Task[None]] = []
+        kept: list[asyncio.Task[None]] = []
         try:
             if own_server:
                 if await asyncio.to_thread(answers, api_url):
                     raise RefusedError(
                         f"something answers at {api_url} already: choose another port, or set PREFECT_API_URL to use it"
                     )
-                keepers.append(asyncio.create_task(server.keep()))
+                kept.append(asyncio.create_task(server.keep()))
+            if pool is not None:
+                kept.append(asyncio.create_task(pool.keep()))
             await wait_answer(api_url, server if own_server else None, stop)
             if stop.is_set():
                 return
-            keepers.append(asyncio.create_task(runner.keep()))
+            kept.append(asyncio.create_task(runner.keep()))
             say(f"UI: {api_url.removesuffix('/api')}  (Ctrl-C stops; what runs is saved, and continued next time)")
             relay = asyncio.create_task(relay_lines(runner.log, say))
             await stop.wait()
             relay.cancel()
             say("stopping: every run stops at a step boundary and saves")
         finally:
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            for task in kept:
+                task.cancel()
+            await asyncio.gather(*kept, return_exceptions=True)
             await runner.stop(signal.SIGKILL, _STOP_SECONDS)
             await asyncio.to_thread(end_flow_runs, service, say, drain_seconds)
+            if pool is not None:
+                await pool.stop(signal.SIGTERM, _STOP_SECONDS)
             await server.stop(signal.SIGTERM, _STOP_SECONDS)
     say("stopped")
+
+
+def pool_keeper(path: Path, config: PoolConfig, environment: Mapping[str, str], logs: Path, say: Say) -> Supervised:
+    (logs / "pool.json").write_text(config.model_dump_json())
+    command = [*PYTHON, "trainer.control.keeper", pool_id(path), str(logs / "pool.json")]
+    return Supervised(f"the keeper of pool {pool_id(path)}", command, environment, logs / "keeper.log", say)
+
+
+def pool_id(path: Path) -> str:
+    """The same each time a service is started from this configuration: hosts that a dead one left are found again."""
+    return f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:6]}"
 
 
 def prefect_settings(config: ServeConfig) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pydantic
 import yaml
 from pydantic import Field, model_validator
 
-from trainer.config import RunConfig, Section, describe_problem, load_config
+from trainer.config import PoolConfig, RunConfig, Section, describe_problem, load_config
 from trainer.errors import ConfigError
 from trainer.permits import Permits
 
@@ -67,6 +67,8 @@ class ServeConfig(Section):
     """What anyone who reaches the server may ask for."""
     runs: tuple[ServedRun, ...] = ()
     """Deployments beside `train/train`, whose form asks for everything."""
+    pool: PoolConfig | None = None
+    """Hosts for all runs of this service, which outlive them. None: each run brings hosts of its own."""
     host: str = "127.0.0.1"
     """Address that the Prefect server listens on. It has no passwords of its own: think before opening it."""
     port: int = Field(default=4200, ge=1, le=65535)

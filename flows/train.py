@@ -23,6 +23,7 @@ from trainer.control.engines.local import measured_device_memory
 from trainer.control.prometheus import serving_metrics
 from trainer.control.run import completed_step, open_run
 from trainer.control.signals import stopping_on_signals
+from trainer.control.tenancy import pool_of
 from trainer.description import describe_job
 from trainer.errors import BudgetSpentError, LeaseError, SegmentFailedError, ShoalError, StoppedError
 from trainer.permits import permits_of
@@ -53,7 +54,7 @@ def train_run(config: RunConfig, own_run_each_time: bool = False) -> Any:
         return {"run": config.run_name, "step": step}
     description = describe_job(config)
     run = open_run(config, description, device_memory_bytes=measured_device_memory(config))
-    controller = Controller(run, description)
+    controller = Controller(run, description, pool=pool_of())
     with stopping_on_signals(controller), serving_metrics(run.config), watching(run) as watcher:
         try:
             with controller:

@@ -79,6 +79,19 @@ class EngineConfig(Section):
     """Bandwidth between slices, for the cost model."""
 
 
+class PoolConfig(Section):
+    """A pool of hosts that outlives the runs it serves."""
+
+    hosts: int = Field(default=4, ge=1)
+    """The pool starts with this many hosts and never has more."""
+    engine: EngineConfig = EngineConfig()
+    """What its hosts are. Only runs whose own `engine` asks for such hosts are served."""
+    contact_timeout_seconds: float = Field(default=10.0, gt=0)
+    """A host that hears nothing from the run that commands it for this long kills the workers of that run."""
+    keeper_timeout_seconds: float = Field(default=60.0, gt=0)
+    """A host that hears nothing from the pool's keeper for this long ends itself and its workers."""
+
+
 class ElasticConfig(Section):
     mode: Literal["resize", "pause"] = "resize"
     """`resize`: go on at once with the survivors. `pause`: wait for the lost hosts, same topology."""

@@ -1,7 +1,13 @@
-"""Messages between the planes: controller <-> host agent <-> worker. JSON, one message per WebSocket frame or line.
+"""Messages between the planes: controller <-> host agent <-> worker, and the keeper of a pool between the first two.
+
+JSON, one message per WebSocket frame or line.
 
     controller ── WebSocket ──> host agent      StartWorker, ToWorker, KillWorkers, Contact, Leave
     host agent ── WebSocket ──> controller      Hello, WorkerStarted, FromWorker, WorkerExited
+    keeper     ── WebSocket ──> host agent      Let, Contact, Leave
+    host agent ── WebSocket ──> keeper          Hello, LetTo
+    controller ── WebSocket ──> keeper          Acquire, Release, Expel
+    keeper     ── WebSocket ──> controller      Acquired, Refused, HostUpdate, Ended
     host agent ── stdin line ─> worker          Assignment, Coordinator, Grant, Stop, Exit
     worker     ── pipe line ──> host agent      Phase, CoordinatorListening, Ready, Steps, Saving, Saved, SaveFailed,
                                                 Stopped, Failed
@@ -16,7 +22,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from trainer.config import RunConfig
+from trainer.config import EngineConfig, RunConfig
 from trainer.planning.topology import TopologyPlan
 from trainer.records import MetricsRecord, PhaseName, RestoredFrom
 
@@ -181,7 +187,35 @@ class Leave(Message):
     type: Literal["leave"] = "leave"
 
 
-ToAgentMessage = Annotated[StartWorker | ToWorker | KillWorkers | Contact | Leave, Field(discriminator="type")]
+class Acquire(Message):
+    """Asks for a tenancy. Its sender holds the run's lease: an earlier tenancy of that run ends by it.
+
+    Sent again after the connection broke, it continues the tenancy.
+    """
+
+    type: Literal["acquire"] = "acquire"
+    tenancy: str
+    """The controller's id."""
+    run: str
+    min_hosts: int
+    max_hosts: int
+    engine: EngineConfig
+    """What the run was planned for; the pool's hosts must be such hosts."""
+
+
+class Let(Message):
+    """From the keeper of a pool: who commands this host from now on. All workers there are killed first."""
+
+    type: Literal["let"] = "let"
+    to: Acquire | None
+    """None: nobody."""
+    token: str
+    """What the tenant will show."""
+    contact_timeout_seconds: float
+    """The agent kills the workers of a tenant that it has not heard from for this long."""
+
+
+ToAgentMessage = Annotated[StartWorker | ToWorker | KillWorkers | Contact | Leave | Let, Field(discriminator="type")]
 TO_AGENT: TypeAdapter[ToAgentMessage] = TypeAdapter(ToAgentMessage)
 
 
@@ -190,6 +224,13 @@ class Hello(Message):
     host_id: str
     pid: int
     process_group: int
+
+
+class LetTo(Message):
+    """Answers `Let`: no worker of an earlier tenancy is left, and only this one is obeyed."""
+
+    type: Literal["let_to"] = "let_to"
+    tenancy: str | None
 
 
 class WorkerStarted(Message):
@@ -213,8 +254,129 @@ class WorkerExited(Message):
     output_tail: str
 
 
-FromAgentMessage = Annotated[Hello | WorkerStarted | FromWorker | WorkerExited, Field(discriminator="type")]
+FromAgentMessage = Annotated[Hello | LetTo | WorkerStarted | FromWorker | WorkerExited, Field(discriminator="type")]
 FROM_AGENT: TypeAdapter[FromAgentMessage] = TypeAdapter(FromAgentMessage)
+
+
+# --- between the controller of a run and the keeper of a pool ------------------------------------------------------
+
+
+class Release(Message):
+    """A host that was leaving is no longer needed."""
+
+    type: Literal["release"] = "release"
+    host_id: str
+
+
+class Expel(Message):
+    """A host does not obey or answer: end it. Its replacement stays in the tenancy."""
+
+    type: Literal["expel"] = "expel"
+    host_id: str
+    pid: int
+    """Of its agent, so that its replacement is not meant."""
+
+
+ToKeeperMessage = Annotated[Acquire | Release | Expel, Field(discriminator="type")]
+TO_KEEPER: TypeAdapter[ToKeeperMessage] = TypeAdapter(ToKeeperMessage)
+
+
+class Acquired(Message):
+    """The tenancy exists; a `HostUpdate` follows for each of its hosts that can be used."""
+
+    type: Literal["acquired"] = "acquired"
+    hosts: tuple[str, ...]
+    """All that it has now; what the controller knew of others is void."""
+
+
+class Refused(Message):
+    """There will be no tenancy."""
+
+    type: Literal["refused"] = "refused"
+    reason: str
+
+
+class AgentAddress(Message):
+    """Where the agent of a host listens, and what shows it that the tenant is calling."""
+
+    url: str
+    token: str
+    pid: int
+    process_group: int
+    contact_timeout_seconds: float
+    environment: dict[str, str]
+    """Of workers on this host."""
+
+
+class HostUpdate(Message):
+    """A host of the tenancy has changed; one that was never named before has joined it."""
+
+    type: Literal["host_update"] = "host_update"
+    host_id: str
+    state: Literal["starting", "ready", "lost", "leaving", "withdrawn"]
+    """`withdrawn`: it has left the tenancy."""
+    reason: str = ""
+    agent: AgentAddress | None = None
+    """With `ready`, unless the tenant is connected to this agent already."""
+
+
+class Ended(Message):
+    """The tenancy is over; the hosts are somebody else's."""
+
+    type: Literal["ended"] = "ended"
+    reason: str
+
+
+FromKeeperMessage = Annotated[Acquired | Refused | HostUpdate | Ended, Field(discriminator="type")]
+FROM_KEEPER: TypeAdapter[FromKeeperMessage] = TypeAdapter(FromKeeperMessage)
+
+
+# --- what a pool says of itself, to flows and shells ---------------------------------------------------------------
+
+
+class HostView(Message):
+    host_id: str
+    state: Literal["starting", "ready", "lost", "leaving", "withdrawn"]
+    tenancy: str | None
+    pid: int | None
+    process_group: int | None
+
+
+class TenancyView(Message):
+    tenancy: str
+    run: str
+    """The run directory."""
+    since: float
+    """Seconds since the epoch."""
+    min_hosts: int
+    max_hosts: int
+    hosts: tuple[str, ...]
+
+
+class PoolView(Message):
+    """A pool at a moment."""
+
+    pool: str
+    version: int
+    """Rises with every change."""
+    time: float
+    """Of the newest change, seconds since the epoch."""
+    offered: int
+    free: tuple[str, ...]
+    """Hosts that are ready and in no tenancy."""
+    hosts: tuple[HostView, ...]
+    tenancies: tuple[TenancyView, ...]
+    """Oldest first."""
+    hosts_per_slice: int
+
+
+class Enlarge(Message):
+    """Give free hosts to a tenancy."""
+
+    key: str
+    """An order with a key that was carried out already gets the same answer and changes nothing."""
+    tenancy: str
+    hosts: tuple[str, ...]
 
 
 def encode(message: Message) -> str:

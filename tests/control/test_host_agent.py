@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from trainer import wire
-from trainer.config import RunConfig, parse_config
+from trainer.config import EngineConfig
 from trainer.control.agent_link import AgentLink
 from trainer.control.engines.local import LocalEngine
 from trainer.control.engines.protocol import PlacedHost
@@ -21,16 +21,20 @@ from trainer.control.engines.protocol import PlacedHost
 DEADLINE_SECONDS = 30.0
 
 
-def run_config(contact_timeout_seconds: float = 5.0) -> RunConfig:
-    elastic = {"contact_timeout_seconds": contact_timeout_seconds}
-    return parse_config({"run_name": "agent", "steps": 1, "elastic": elastic})
-
-
 def with_agent(
-    directory: Path, scene: Callable[[LocalEngine, PlacedHost], Awaitable[None]], config: RunConfig | None = None
+    directory: Path,
+    scene: Callable[[LocalEngine, PlacedHost], Awaitable[None]],
+    *,
+    contact_timeout_seconds: float = 5.0,
 ) -> None:
     async def run() -> None:
-        engine = LocalEngine(config or run_config(), run="/run", controller="c1", pool_directory=directory)
+        engine = LocalEngine(
+            EngineConfig(),
+            contact_timeout_seconds=contact_timeout_seconds,
+            run="/run",
+            controller="c1",
+            pool_directory=directory,
+        )
         async with asyncio.timeout(DEADLINE_SECONDS):
             host = await engine.place("host-0")
             try:
@@ -71,7 +75,7 @@ def test_an_agent_without_contact_ends_itself_and_says_so_to_nobody(tmp_path: Pa
     async def scene(engine: LocalEngine, host: PlacedHost) -> None:
         assert "agent ended with 0" in await engine.wait_lost(host)
 
-    with_agent(tmp_path, scene, run_config(contact_timeout_seconds=0.5))
+    with_agent(tmp_path, scene, contact_timeout_seconds=0.5)
 
 
 def test_an_agent_in_contact_stays_beyond_the_timeout_until_it_is_told_to_leave(tmp_path: Path) -> None:
@@ -88,7 +92,7 @@ def test_an_agent_in_contact_stays_beyond_the_timeout_until_it_is_told_to_leave(
             await carrying
             assert link.lost.is_set()
 
-    with_agent(tmp_path, scene, run_config(contact_timeout_seconds=1.0))
+    with_agent(tmp_path, scene, contact_timeout_seconds=1.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

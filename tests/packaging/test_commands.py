@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": ["--json", "--storage"],
     "hosts": ["--json", "RUN"],
     "plan": ["--hosts", "--json", "--set", "CONFIG"],
+    "pool": ["--hosts", "--json", "[POOL]"],
     "report": ["RUN"],
     "serve": ["--check", "SERVE_CONFIG"],
     "status": ["--json", "RUN"],

@@ -27,11 +27,13 @@ from trainer.control.catalog import Catalog
 from trainer.control.commits import Commits
 from trainer.control.endpoint import Endpoint
 from trainer.control.engines.local import LocalEngine, measured_device_memory
+from trainer.control.hosts import PoolHost
 from trainer.control.journal import Journal
 from trainer.control.lease import RENEW_SECONDS, Lease
-from trainer.control.pool import Pool, PoolHost
+from trainer.control.pool import Pool
 from trainer.control.run import OpenedRun
 from trainer.control.runtime import end_agents_of, make_private_directory, runtime_root, sweep, tidy
+from trainer.control.tenancy import Tenancy
 from trainer.control.worker_group import GroupListener, Verdict, WorkerGroup
 from trainer.description import JobDescription
 from trainer.errors import (
@@ -94,12 +96,14 @@ class _Disturbance:
 
 
 class Controller:
-    """Use as a context manager: entering takes the lease and starts the pool, leaving ends every process of the run.
+    """Use as a context manager: entering takes the lease and gets hosts, leaving ends every process of the run.
+
+    The hosts are those of `pool`, a pool that a keeper keeps on this machine, or a private pool's.
 
     Public methods are called from the flow's thread and block, unless they say otherwise.
     """
 
-    def __init__(self, run: OpenedRun, description: JobDescription) -> None:
+    def __init__(self, run: OpenedRun, description: JobDescription, *, pool: str | None = None) -> None:
         self.id = f"c{uuid.uuid4().hex[:12]}"
         self.run = run
         self.config: RunConfig = run.config
@@ -111,6 +115,7 @@ class Controller:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="shoal-controller", daemon=True)
         self._root = runtime_root()
+        self._pool_id = pool
         self._group: WorkerGroup | None = None
         self._last_topology: TopologyPlan | None = None
         self._disturbance: _Disturbance | None = None
@@ -205,18 +210,45 @@ class Controller:
     async def _open(self) -> None:
         # What is opened is closed in the opposite order, also when only some of it could be opened.
         self._opened.callback(tidy, self._root)
-        pool_directory = make_private_directory(self._root / "pools" / self.id)
-        self._engine = LocalEngine(
-            self.config, run=self._store.location, controller=self.id, pool_directory=pool_directory
-        )
-        self._opened.callback(self._engine.close)
-        self._pool = Pool(self.config, self._engine, self._host_changed)
-        self._opened.push_async_callback(self._pool.close)
         endpoint = Endpoint(self, self._root)
+        self._pool = self._tenancy(self._pool_id) if self._pool_id is not None else self._private_pool()
+        self._opened.push_async_callback(self._pool.close)
         self._opened.push_async_callback(endpoint.close)
         await endpoint.open()
-        await self._pool.open(self.config.num_hosts.max)
+        await self._pool.open()
+        if self._fatal is not None:
+            raise self._fatal
         self._background.append(asyncio.create_task(self._keep_lease()))
+
+    def _private_pool(self) -> Pool:
+        """Hosts that begin and end with this controller."""
+        engine = LocalEngine(
+            self.config.engine,
+            contact_timeout_seconds=self.config.elastic.contact_timeout_seconds,
+            run=self._store.location,
+            controller=self.id,
+            pool_directory=make_private_directory(self._root / "pools" / self.id),
+        )
+        self._opened.callback(engine.close)
+        return Pool(
+            self.config.engine,
+            engine,
+            self._host_changed,
+            num_hosts=self.config.num_hosts.max,
+            contact_timeout_seconds=self.config.elastic.contact_timeout_seconds,
+        )
+
+    def _tenancy(self, pool_id: str) -> Tenancy:
+        """Hosts of a pool that was there before and will be there after."""
+        return Tenancy(
+            self.config,
+            pool=pool_id,
+            run=self._store.location,
+            controller=self.id,
+            root=self._root,
+            on_change=self._host_changed,
+            on_over=self._fail,
+        )
 
     async def _close(self) -> None:
         for task in self._background:
@@ -402,7 +434,7 @@ class Controller:
             config=self.config,
             topology=topology,
             links=links,
-            environment=self._engine.worker_environment,
+            environment=self._pool.worker_environment,
             run_directory=self._store.location,
             restored_from=restored_from,
             restore_path=commit.path if commit else None,

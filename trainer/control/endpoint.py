@@ -6,7 +6,6 @@ POST /capacity   {"hosts": N}
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 from pathlib import Path
@@ -16,7 +15,9 @@ import pydantic
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
+from trainer.control.bearer import only_with
 from trainer.control.runtime import ControllerFile, make_private_directory, write_private
+from trainer.errors import RefusedError
 from trainer.processes import identify
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
 
     async def open(self) -> None:
-        app = web.Application(middlewares=[self._authenticate])
+        app = web.Application(middlewares=[only_with(self._token)])
         app.router.add_get("/hosts", self._hosts)
         app.router.add_get("/live", self._live)
         app.router.add_post("/capacity", self._capacity)
@@ -60,14 +61,6 @@ class Endpoint:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    @web.middleware
-    async def _authenticate(self, request: web.Request, handler: object) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            return web.json_response({"error": "wrong or missing token"}, status=401)
-        response: web.StreamResponse = await handler(request)  # type: ignore[operator]  # aiohttp's Handler
-        return response
-
     async def _hosts(self, _: web.Request) -> web.Response:
         return web.json_response(self._controller.hosts())
 
@@ -82,5 +75,8 @@ class Endpoint:
         most = self._controller.config.num_hosts.max
         if asked.hosts > most:
             return web.json_response({"error": f"{asked.hosts} hosts asked for, num_hosts.max is {most}"}, status=400)
-        self._controller.offer(asked.hosts)
+        try:
+            self._controller.offer(asked.hosts)
+        except RefusedError as error:
+            return web.json_response({"error": str(error)}, status=409)
         return web.json_response({"offered": asked.hosts})

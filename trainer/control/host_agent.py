@@ -1,28 +1,32 @@
 """One per host: starts and stops workers, carries their messages, reports their ends.
 
 Run by an engine as `python -P -m trainer.control.host_agent DIRECTORY READY_FD` in a session of its own; its workers
-stay in its process group, so that the host dies as one. It serves one controller, over an authenticated WebSocket, and
-ends itself when it has heard nothing from that controller for the contact timeout (self-fencing).
+stay in its process group, so that the host dies as one. It serves its owner over an authenticated WebSocket, and ends
+itself when it has heard nothing from there for the contact timeout (self-fencing).
+
+The owner is the controller of a run, whose workers it starts, or the keeper of a pool, which lets the host to one
+controller after the other (`wire.Let`). Between two tenancies, and when a tenant is silent, all workers are killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import os
 import shutil
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import WSMsgType, web
 from pydantic import BaseModel, ConfigDict
 
 from trainer import wire
+from trainer.control.bearer import shows
 from trainer.control.runtime import AgentFile, write_private
 from trainer.processes import identify, kill_rest_of_group
 
@@ -120,15 +124,29 @@ class Worker:
             self._output.append(rest.decode(errors="replace"))
 
 
+@dataclass
+class Tenant:
+    """Who commands the workers of a host that a pool lets."""
+
+    token: str
+    contact_timeout_seconds: float
+    socket: web.WebSocketResponse | None = None
+    last_contact: float = 0.0
+
+
 class HostAgent:
     def __init__(self, directory: Path, config: AgentConfig, token: str) -> None:
         self._directory = directory
         self._config = config
         self._token = token
         self._workers: dict[int, Worker] = {}  # by pid
+        self._tending: set[asyncio.Task[None]] = set()  # one for each worker
         self._highest_incarnation = 0
-        self._socket: web.WebSocketResponse | None = None
+        self._owner: web.WebSocketResponse | None = None
         self._last_contact = time.monotonic()
+        self._tenant: Tenant | None = None
+        self._obeying = asyncio.Lock()
+        """Orders are carried out one after the other: no worker may start while its tenancy ends."""
         self._leaving = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -144,27 +162,33 @@ class HostAgent:
         site = web.TCPSite(runner, self._config.bind_address, 0)
         await site.start()
         host, port = runner.addresses[0][:2]
-        agent_file = AgentFile(
-            host_id=self._config.host_id,
-            run=self._config.run,
-            controller=self._config.controller,
-            process=identify(os.getpid()),
-            process_group=os.getpgid(0),
-        )
-        write_private(self._directory / "agent.json", agent_file.model_dump_json())
-        os.write(ready_fd, f"http://{host}:{port}\n".encode())
+        self._url = f"http://{host}:{port}"
+        self._introduce(None)
+        os.write(ready_fd, f"{self._url}\n".encode())
         os.close(ready_fd)
         watch = asyncio.create_task(self._watch_contact())
         await self._leaving.wait()
         watch.cancel()
         for worker in self._workers.values():
             worker.kill()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=2.0)
+        if rest := self._tasks | self._tending:
+            await asyncio.wait(rest, timeout=2.0)
         await runner.cleanup()
-        if os.getpgid(0) == os.getpid():  # a host of its own, as engines start it: what workers started is part of it
+        if self._is_host_of_its_own():
             kill_rest_of_group()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _introduce(self, let_to: wire.Acquire | None) -> None:
+        agent_file = AgentFile(
+            host_id=self._config.host_id,
+            run=self._config.run,
+            controller=self._config.controller,
+            process=identify(os.getpid()),
+            process_group=os.getpgid(0),
+            url=self._url,
+            let_to=let_to,
+        )
+        write_private(self._directory / "agent.json", agent_file.model_dump_json())
 
     async def _watch_contact(self) -> None:
         timeout = self._config.contact_timeout_seconds
@@ -173,25 +197,88 @@ class HostAgent:
         self._leaving.set()
 
     async def _control(self, request: web.Request) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            return web.Response(status=401, text="wrong or missing token")
-        if self._socket is not None:
+        if shows(request, self._token):
+            return await self._serve_owner(request)
+        if self._tenant is not None and shows(request, self._tenant.token):
+            return await self._serve_tenant(request, self._tenant)
+        return web.Response(status=401, text="wrong or missing token")
+
+    async def _serve_owner(self, request: web.Request) -> web.StreamResponse:
+        if self._owner is not None:
             return web.Response(status=409, text="this host already serves a controller")
         socket = web.WebSocketResponse(max_msg_size=_MESSAGE_LIMIT)
-        self._socket = socket
+        self._owner = socket
         await socket.prepare(request)
         try:
-            self._send(
-                wire.Hello(host_id=self._config.host_id, pid=os.getpid(), process_group=os.getpgid(0)),
-            )
+            self._greet(socket)
             async for frame in socket:
                 self._last_contact = time.monotonic()
                 if frame.type is WSMsgType.TEXT:
-                    await self._obey(wire.TO_AGENT.validate_json(frame.data))
+                    async with self._obeying:
+                        await self._obey(wire.TO_AGENT.validate_json(frame.data))
         finally:
-            self._socket = None
+            self._owner = None
         return socket
+
+    async def _serve_tenant(self, request: web.Request, tenant: Tenant) -> web.StreamResponse:
+        if tenant.socket is not None:
+            return web.Response(status=409, text="this host already serves its tenant")
+        socket = web.WebSocketResponse(max_msg_size=_MESSAGE_LIMIT)
+        tenant.socket = socket
+        await socket.prepare(request)
+        watch = asyncio.create_task(self._watch_tenant(tenant))
+        try:
+            self._greet(socket)
+            async for frame in socket:
+                tenant.last_contact = time.monotonic()
+                if frame.type is WSMsgType.TEXT:
+                    async with self._obeying:
+                        if self._tenant is not tenant:
+                            break  # let to another meanwhile
+                        await self._obey(wire.TO_AGENT.validate_json(frame.data))
+        finally:
+            watch.cancel()
+            tenant.socket = None
+            async with self._obeying:
+                if self._tenant is tenant:
+                    await self._end_workers()  # a controller never comes back to a host that it has lost
+        return socket
+
+    async def _watch_tenant(self, tenant: Tenant) -> None:
+        tenant.last_contact = time.monotonic()
+        timeout = tenant.contact_timeout_seconds
+        while (silent := time.monotonic() - tenant.last_contact) < timeout:
+            await asyncio.sleep(timeout - silent)
+        async with self._obeying:
+            if self._tenant is tenant:
+                await self._end_workers()
+                if tenant.socket is not None:
+                    self._start_task(_close(tenant.socket))
+
+    async def _let(self, order: wire.Let) -> None:
+        former, self._tenant = self._tenant, None
+        if former is not None and former.socket is not None:
+            self._start_task(_close(former.socket))
+        await self._end_workers()
+        if order.to is not None:
+            self._tenant = Tenant(token=order.token, contact_timeout_seconds=order.contact_timeout_seconds)
+            self._highest_incarnation = 0
+        self._introduce(order.to)
+        if self._owner is not None:
+            self._send_to(self._owner, wire.encode(wire.LetTo(tenancy=order.to.tenancy if order.to else None)))
+
+    async def _end_workers(self) -> None:
+        """SIGKILL every worker with what it has started, and return once none is left."""
+        for worker in self._workers.values():
+            worker.kill()
+        if self._is_host_of_its_own():
+            kill_rest_of_group()
+        if self._tending:
+            await asyncio.wait(self._tending)
+
+    def _is_host_of_its_own(self) -> bool:
+        """As engines start it; then whatever else is in its process group was started by a worker."""
+        return os.getpgid(0) == os.getpid()
 
     async def _obey(self, message: wire.ToAgentMessage) -> None:
         match message:
@@ -208,6 +295,8 @@ class HostAgent:
                         worker.kill()
             case wire.Leave():
                 self._leaving.set()
+            case wire.Let():
+                await self._let(message)
             case wire.Contact():
                 pass
 
@@ -220,9 +309,9 @@ class HostAgent:
         self._workers[pid] = worker
         self._send(wire.WorkerStarted(incarnation=message.incarnation, pid=pid))
         worker.send(message.assignment)
-        task = asyncio.create_task(self._tend(worker))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tending = asyncio.create_task(self._tend(worker))
+        self._tending.add(tending)
+        tending.add_done_callback(self._tending.discard)
 
     async def _tend(self, worker: Worker) -> None:
         def forward(line: str) -> None:
@@ -240,20 +329,36 @@ class HostAgent:
             )
         )
 
+    def _greet(self, socket: web.WebSocketResponse) -> None:
+        hello = wire.Hello(host_id=self._config.host_id, pid=os.getpid(), process_group=os.getpgid(0))
+        self._send_to(socket, wire.encode(hello))
+
     def _send(self, message: wire.Message) -> None:
         self._send_text(wire.encode(message))
 
     def _send_text(self, text: str) -> None:
-        socket = self._socket
-        if socket is None or socket.closed:
-            return  # nobody to tell; the contact timeout decides what becomes of the workers
-        task = asyncio.create_task(self._deliver(socket, text))
+        """To whoever commands the workers."""
+        socket = self._tenant.socket if self._tenant is not None else self._owner
+        if socket is not None and not socket.closed:
+            self._send_to(socket, text)
+        # Else nobody is there to tell; the contact timeout decides what becomes of the workers.
+
+    def _send_to(self, socket: web.WebSocketResponse, text: str) -> None:
+        self._start_task(_deliver(socket, text))
+
+    def _start_task(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _deliver(self, socket: web.WebSocketResponse, text: str) -> None:
-        with contextlib.suppress(ConnectionError):
-            await socket.send_str(text)
+
+async def _deliver(socket: web.WebSocketResponse, text: str) -> None:
+    with contextlib.suppress(ConnectionError):
+        await socket.send_str(text)
+
+
+async def _close(socket: web.WebSocketResponse) -> None:
+    await socket.close()
 
 
 def main() -> None:

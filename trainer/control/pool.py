@@ -9,48 +9,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
 
 import aiohttp
 
 from trainer import wire
-from trainer.config import RunConfig
+from trainer.config import EngineConfig
 from trainer.control.agent_link import AgentLink
 from trainer.control.engines.protocol import Engine, PlacedHost
-from trainer.planning.capacity import Capacity, Host, host_order
+from trainer.control.hosts import HostTable, PoolHost
+from trainer.planning.capacity import host_order
 
-HostState = Literal["starting", "ready", "lost", "leaving", "withdrawn"]
 _RETRY_SECONDS = 2.0
 
 
-@dataclass
-class PoolHost:
-    """What is known of one host id."""
+class Pool(HostTable):
+    """Hosts that this process places and keeps. `on_change(host, reason)` follows each change of state.
 
-    host_id: str
-    state: HostState = "withdrawn"
-    placed: PlacedHost | None = None
-    link: AgentLink | None = None
-    task: asyncio.Task[None] | None = None
-    released: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when no worker group needs a leaving host any more."""
+    It begins with `num_hosts`. `contact_timeout_seconds` is the agents': how long they live without a word from here.
+    """
 
-
-class Pool:
-    """All methods run on the controller's event loop. `on_change(host, reason)` follows each change of state."""
-
-    def __init__(self, config: RunConfig, engine: Engine, on_change: Callable[[PoolHost, str], None]) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine: Engine,
+        on_change: Callable[[PoolHost, str], None],
+        *,
+        num_hosts: int,
+        contact_timeout_seconds: float,
+    ) -> None:
+        super().__init__(config, on_change)
+        self._num_hosts = num_hosts
         self._engine = engine
-        self._on_change = on_change
+        self._contact_timeout_seconds = contact_timeout_seconds
         self._session: aiohttp.ClientSession | None = None
         self.offered = 0
-        self.hosts: dict[str, PoolHost] = {}
 
-    async def open(self, num_hosts: int) -> None:
+    async def open(self) -> None:
+        """Returns before the hosts are there."""
         self._session = aiohttp.ClientSession()
-        self.offer(num_hosts)
+        self.offer(self._num_hosts)
 
     def offer(self, num_hosts: int) -> None:
         """Change how many hosts the pool offers: host-0 … host-(num_hosts - 1).
@@ -72,25 +69,9 @@ class Pool:
     def is_offered(self, host: PoolHost) -> bool:
         return host_order(host.host_id)[0] < self.offered
 
-    def capacity(self) -> Capacity:
-        """The hosts that a plan may use now."""
-        engine = self._config.engine
-        return Capacity(
-            hosts=tuple(
-                Host(
-                    host_id=host.host_id,
-                    slice_index=host_order(host.host_id)[0] // engine.hosts_per_slice,
-                    num_devices=engine.devices_per_host,
-                )
-                for host in sorted(self.hosts.values(), key=lambda host: host_order(host.host_id))
-                if host.state == "ready" and self.link(host.host_id) is not None
-            )
-        )
-
-    def link(self, host_id: str) -> AgentLink | None:
-        """The living connection to a host, or None."""
-        host = self.hosts.get(host_id)
-        return host.link if host and host.link and not host.link.lost.is_set() else None
+    def worker_environment(self, host_id: str) -> dict[str, str]:
+        """As `Engine.worker_environment`."""
+        return self._engine.worker_environment(host_id)
 
     def release_leaving(self, in_use: frozenset[str]) -> None:
         """Let go of leaving hosts that no worker group uses."""
@@ -136,7 +117,7 @@ class Pool:
             if not self.is_offered(host):
                 break
             self._set_state(host, "lost", reason)
-            delay = self._config.engine.replacement_delay_seconds
+            delay = self._config.replacement_delay_seconds
             if delay < 0:
                 return
             await asyncio.sleep(delay)
@@ -146,12 +127,10 @@ class Pool:
         """From a placed agent to its end. Returns the reason."""
         assert self._session is not None
         try:
-            host.link = await AgentLink.connect(
-                self._session, placed, answer_seconds=self._config.elastic.contact_timeout_seconds
-            )
+            host.link = await AgentLink.connect(self._session, placed, answer_seconds=self._contact_timeout_seconds)
         except (aiohttp.ClientError, OSError) as error:
             return f"its agent does not answer: {error}"
-        carrying = asyncio.create_task(host.link.run(self._config.elastic.contact_timeout_seconds))
+        carrying = asyncio.create_task(host.link.run(self._contact_timeout_seconds))
         lost = asyncio.create_task(self._engine.wait_lost(placed))
         released = asyncio.create_task(host.released.wait())
         tasks = {carrying, lost, released}
@@ -171,7 +150,3 @@ class Pool:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _set_state(self, host: PoolHost, state: HostState, reason: str) -> None:
-        host.state = state
-        self._on_change(host, reason)

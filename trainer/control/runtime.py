@@ -2,6 +2,7 @@
 
     /dev/shm/shoal-<uid>/                     0700
         controllers/<id>.json                 0600   address, token and process of a living controller
+        keepers/<pool id>.json                0600   the same of a pool that outlives runs
         pools/<pool id>/<host id>/            0700   one host's memory: agent.json, token, workers' files
 
 It is memory on purpose: a "host" of the local engine loses it together with its processes.
@@ -23,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from trainer.errors import StorageError
 from trainer.processes import is_alive, kill_process_group
 from trainer.records import ProcessIdentity
+from trainer.wire import Acquire
 
 
 class ControllerFile(BaseModel):
@@ -37,8 +39,22 @@ class ControllerFile(BaseModel):
     process: ProcessIdentity
 
 
+class KeeperFile(BaseModel):
+    """How controllers, and other shells, reach the keeper of a pool."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    pool: str
+    url: str
+    token: str
+    process: ProcessIdentity
+
+
 class AgentFile(BaseModel):
-    """Who an agent is and whom it serves; written by the agent itself, so it exists only once the agent runs."""
+    """Who an agent is and whom it serves; written by the agent itself, so it exists only once the agent runs.
+
+    In a pool that outlives runs, `run` is empty and `controller` is the pool's id.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -47,6 +63,9 @@ class AgentFile(BaseModel):
     controller: str
     process: ProcessIdentity
     process_group: int
+    url: str
+    let_to: Acquire | None = None
+    """The tenancy that the host is in, if it is a pool's."""
 
 
 def runtime_root() -> Path:
@@ -83,20 +102,23 @@ def make_private_directory(path: Path) -> Path:
 
 def tidy(root: Path) -> None:
     """Remove the directories that nobody uses any more, the runtime directory itself included."""
-    for path in (root / "controllers", root / "pools", root):
+    for path in (root / "controllers", root / "keepers", root / "pools", root):
         with contextlib.suppress(OSError):  # not empty, or gone already
             path.rmdir()
 
 
 def agent_files(root: Path) -> list[tuple[Path, AgentFile]]:
     """All host directories whose agent has introduced itself, living or dead."""
-    found = []
-    for path in sorted(root.glob("pools/*/*/agent.json")):
-        try:
-            found.append((path.parent, AgentFile.model_validate_json(path.read_bytes())))
-        except (FileNotFoundError, pydantic.ValidationError):
-            continue  # removed since the listing, or of another version
-    return found
+    directories = [path.parent for path in sorted(root.glob("pools/*/*/agent.json"))]
+    return [(directory, agent) for directory in directories if (agent := agent_file(directory)) is not None]
+
+
+def agent_file(directory: Path) -> AgentFile | None:
+    """Of the agent that lives, or has lived, in this host directory. None if there was none, or of another version."""
+    try:
+        return AgentFile.model_validate_json((directory / "agent.json").read_bytes())
+    except (FileNotFoundError, pydantic.ValidationError):
+        return None
 
 
 def find_controller(root: Path, run: str) -> ControllerFile | None:
@@ -109,6 +131,23 @@ def find_controller(root: Path, run: str) -> ControllerFile | None:
         if controller.run == run and is_alive(controller.process):
             return controller
     return None
+
+
+def keeper_path(root: Path, pool: str) -> Path:
+    return root / "keepers" / f"{pool}.json"
+
+
+def living_keepers(root: Path) -> list[KeeperFile]:
+    """Of all pools that this user keeps on this machine."""
+    found = []
+    for path in sorted(root.glob("keepers/*.json")):
+        try:
+            keeper = KeeperFile.model_validate_json(path.read_bytes())
+        except (FileNotFoundError, pydantic.ValidationError):
+            continue  # ended since the listing, or of another version
+        if is_alive(keeper.process):
+            found.append(keeper)
+    return found
 
 
 def end_agents_of(root: Path, run: str, *, but_of: str) -> list[str]:
@@ -127,12 +166,15 @@ def end_agents_of(root: Path, run: str, *, but_of: str) -> list[str]:
 
 
 def sweep(root: Path) -> None:
-    """Remove what dead processes left: controller files, and host directories whose agent is gone.
+    """Remove what dead processes left: controllers' and keepers' files, and host directories whose agent is gone.
 
-    A host directory without agent.json belongs to an agent that is just starting, unless its pool's controller is
-    dead too; the pool id is the controller's id.
+    A host directory without agent.json belongs to an agent that is just starting, unless its pool's controller or
+    keeper is dead too; the id of a private pool is the controller's id.
     """
-    living = set()
+    living = {keeper.pool for keeper in living_keepers(root)}
+    for path in root.glob("keepers/*.json"):
+        if path.stem not in living:
+            path.unlink(missing_ok=True)
     for path in root.glob("controllers/*.json"):
         try:
             controller = ControllerFile.model_validate_json(path.read_bytes())

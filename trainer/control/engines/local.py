@@ -16,27 +16,60 @@ from pathlib import Path
 
 import psutil
 
-from trainer.config import RunConfig
+from trainer.config import EngineConfig, RunConfig
 from trainer.control.engines.protocol import PlacedHost
 from trainer.control.host_agent import AgentConfig
-from trainer.control.runtime import make_private_directory, write_private
+from trainer.control.runtime import agent_file, make_private_directory, write_private
 from trainer.planning.capacity import host_order
-from trainer.processes import kill_process_group
+from trainer.processes import is_alive, kill_process_group
 
 _AGENT_START_SECONDS = 60.0
 
 
 class LocalEngine:
-    """Hosts of one private pool. `pool_directory` is created by the caller and removed with `close`."""
+    """Hosts of one pool. `pool_directory` is created by the caller and removed with `close`.
 
-    def __init__(self, config: RunConfig, *, run: str, controller: str, pool_directory: Path) -> None:
+    `run` and `controller` say whom the agents serve; see `trainer.control.runtime.AgentFile`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        contact_timeout_seconds: float,
+        run: str,
+        controller: str,
+        pool_directory: Path,
+    ) -> None:
         self._config = config
+        self._contact_timeout_seconds = contact_timeout_seconds
         self._run = run
         self._controller = controller
         self._pool_directory = pool_directory
-        self._agents: dict[str, asyncio.subprocess.Process] = {}
+        self._agents: dict[str, asyncio.subprocess.Process | _Adopted] = {}
 
     async def place(self, host_id: str) -> PlacedHost:
+        return self._adopt(host_id) or await self._start(host_id)
+
+    def _adopt(self, host_id: str) -> PlacedHost | None:
+        directory = self._pool_directory / host_id
+        agent = agent_file(directory)
+        if agent is None or not is_alive(agent.process):
+            return None
+        try:
+            token = (directory / "token").read_text()
+            self._agents[host_id] = _Adopted(agent.process.pid)
+        except OSError:
+            return None  # it has just ended
+        return PlacedHost(
+            host_id=host_id,
+            url=agent.url,
+            token=token,
+            pid=agent.process.pid,
+            process_group=agent.process_group,
+        )
+
+    async def _start(self, host_id: str) -> PlacedHost:
         directory = self._pool_directory / host_id
         shutil.rmtree(directory, ignore_errors=True)
         make_private_directory(directory)
@@ -44,7 +77,7 @@ class LocalEngine:
             host_id=host_id,
             run=self._run,
             controller=self._controller,
-            contact_timeout_seconds=self._config.elastic.contact_timeout_seconds,
+            contact_timeout_seconds=self._contact_timeout_seconds,
         )
         token = secrets.token_urlsafe(32)
         write_private(directory / "token", token)
@@ -100,7 +133,8 @@ class LocalEngine:
         returncode = await self._agents[host.host_id].wait()
         reason = _last_line(self._pool_directory / host.host_id / "agent.log")
         self._bury(host)
-        return f"agent ended with {returncode}" + (f": {reason}" if reason else "")
+        how = "agent ended" if returncode is None else f"agent ended with {returncode}"
+        return how + (f": {reason}" if reason else "")
 
     async def remove(self, host: PlacedHost) -> None:
         process = self._agents.get(host.host_id)
@@ -118,8 +152,8 @@ class LocalEngine:
         shutil.rmtree(self._pool_directory / host.host_id, ignore_errors=True)
 
     def worker_environment(self, host_id: str) -> dict[str, str]:
-        devices = self._config.engine.devices_per_host
-        platform = self._config.engine.platform
+        devices = self._config.devices_per_host
+        platform = self._config.platform
         # glibc would give a step's large buffers back to the system and fault them in again at the next: on CPU that
         # doubles the time of a small model's step.
         memory = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
@@ -140,6 +174,25 @@ class LocalEngine:
     def close(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._pool_directory)
+
+
+class _Adopted:
+    """An agent that is no child of this process: its end is seen, its return code is not."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises ProcessLookupError if there is none of that number."""
+        self.pid = pid
+        self._fd = os.pidfd_open(pid)
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._fd, self._end)
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
+        self._ended.set()
+
+    async def wait(self) -> None:
+        await self._ended.wait()
 
 
 def measured_device_memory(config: RunConfig) -> int | None:

@@ -23,6 +23,8 @@ class Engine(Protocol):
     async def place(self, host_id: str) -> PlacedHost:
         """Start the agent of this host and return once it answers.
 
+        An agent that an earlier process of the same pool has left alive is taken over instead.
+
         Raises:
             OSError: the agent could not be started; the pool tries again later.
         """
