@@ -23,14 +23,16 @@ from prefect.client.schemas.objects import (
 )
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments.runner import RunnerDeployment
-from prefect.events import Posture
+from prefect.events import DeploymentEventTrigger, Posture
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
 from prefect.schedules import Cron, Interval, Schedule
 from prefect.states import Cancelled, Scheduled
 from prefect.types.entrypoint import EntrypointType
 
+from deployments.capacity_events import CAPACITY_CHANGED, GROWTH_LABEL, pool_resource
 from deployments.serve_config import ScheduleConfig, ServeConfig, ServedRun
+from flows.scale import scale_up
 from flows.train import train_run
 from trainer.config import RunConfig
 
@@ -40,6 +42,30 @@ _PAGE = 200
 
 
 # --- deployments ------------------------------------------------------------------------------------------------------
+
+
+async def scale_up_deployment(config: ServeConfig, pool: str) -> RunnerDeployment:
+    """Looks at the pool when its capacity has changed, and every now and then in case that went unheard."""
+    return await scale_up.ato_deployment(
+        name="scale-up",
+        tags=[TAG],
+        description="Give free hosts of the pool to the runs that can use them.",
+        parameters={"reason": "by the clock"},
+        schedule=Interval(datetime.timedelta(seconds=config.look_at_pool_seconds), timezone="UTC"),
+        triggers=[
+            DeploymentEventTrigger(
+                name=f"shoal: grow when pool {pool} can",
+                description="A hint: what is done depends on what the flow finds.",
+                match={"prefect.resource.id": pool_resource(pool), GROWTH_LABEL: "possible"},
+                expect={CAPACITY_CHANGED},
+                posture=Posture.Reactive,
+                threshold=1,
+                within=datetime.timedelta(seconds=0),
+                parameters={"reason": "capacity changed"},
+            )
+        ],
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
 
 
 async def deployments(runs: Sequence[tuple[ServedRun, RunConfig]]) -> list[RunnerDeployment]:

@@ -17,8 +17,16 @@ from pathlib import Path
 from prefect.client.orchestration import get_client
 from prefect.runner import Runner
 
-from deployments.registration import automations, deployments, register_automations, tidy_flow_runs
+from deployments.capacity_events import tell_capacity_changes
+from deployments.registration import (
+    automations,
+    deployments,
+    register_automations,
+    scale_up_deployment,
+    tidy_flow_runs,
+)
 from deployments.serve_config import load_serve_config, load_served_runs
+from trainer.control.tenancy import pool_of
 from trainer.permits import PERMITS_VARIABLE
 
 LOG = logging.getLogger("prefect.shoal")  # below Prefect's own logger, whose handlers and format it takes
@@ -29,6 +37,8 @@ async def run(path: Path) -> None:
     # The flow processes inherit it.
     os.environ[PERMITS_VARIABLE] = config.allow.model_dump_json()
     wanted = await deployments(load_served_runs(path, config))
+    if (pool := pool_of()) is not None:
+        wanted.append(await scale_up_deployment(config, pool))
     runner = Runner(
         name="shoal",
         query_seconds=config.poll_seconds,
@@ -43,7 +53,10 @@ async def run(path: Path) -> None:
             await runner.aadd_deployment(deployment)
         await register_automations(client, automations(config))
     LOG.info("serving %s", ", ".join(deployment.full_name for deployment in wanted))
-    await runner.start()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(runner.start())
+        if pool is not None:
+            tasks.create_task(tell_capacity_changes(pool))
 
 
 if __name__ == "__main__":

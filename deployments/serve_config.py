@@ -69,6 +69,8 @@ class ServeConfig(Section):
     """Deployments beside `train/train`, whose form asks for everything."""
     pool: PoolConfig | None = None
     """Hosts for all runs of this service, which outlive them. None: each run brings hosts of its own."""
+    look_at_pool_seconds: float = Field(default=300.0, ge=10)
+    """The flow scale-up looks at the pool this often, besides each time its capacity changes."""
     host: str = "127.0.0.1"
     """Address that the Prefect server listens on. It has no passwords of its own: think before opening it."""
     port: int = Field(default=4200, ge=1, le=65535)
@@ -76,8 +78,8 @@ class ServeConfig(Section):
     database_url: str | None = None
     """Of the Prefect server, for example `postgresql+asyncpg://user:password@host/prefect`. None: SQLite in
     PREFECT_HOME."""
-    max_flow_runs: int = Field(default=4, ge=1)
-    """Flow runs at the same time."""
+    max_flow_runs: int = Field(default=8, ge=1)
+    """Flow runs at the same time, of all deployments together."""
     poll_seconds: float = Field(default=2.0, ge=1)
     """Between two looks for flow runs that are due."""
     heartbeat_seconds: int = Field(default=30, ge=30)

@@ -103,9 +103,17 @@ class Service:
         return found
 
     def flow_process(self) -> psutil.Process | None:
-        found = self.processes("prefect.engine")
+        """The only one there is, if any."""
+        found = self.flow_processes()
         assert len(found) <= 1, [process.cmdline() for process in found]
         return found[0] if found else None
+
+    def flow_processes(self, flow_run_id: str | None = None) -> list[psutil.Process]:
+        """All, or those that execute this flow run."""
+        found = self.processes("prefect.engine")
+        if flow_run_id is None:
+            return found
+        return [process for process in found if process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run_id]
 
     def clean_up(self) -> None:
         self.api.close()

@@ -610,6 +610,7 @@ class Controller:
             "step": group.step if group else self._commits.step,
             "committed_step": self._commits.step,
             "topology": group.topology.model_dump(mode="json") if group else None,
+            "stepping": group is not None and group.first_step_at is not None,
             "offered": self._pool.offered,
             "usable": len(self._pool.capacity().hosts),
             "waiting": self._waiting_since is not None,
