@@ -27,9 +27,11 @@ from trainer.control.catalog import Catalog
 from trainer.control.commits import Commits
 from trainer.control.endpoint import Endpoint
 from trainer.control.engines.local import LocalEngine, measured_device_memory
-from trainer.control.journal import Journal
+from trainer.control.growth import GrowthWatch
+from trainer.control.journal import Journal, listening
 from trainer.control.lease import RENEW_SECONDS, Lease
 from trainer.control.pool import Pool, PoolHost
+from trainer.control.providers import CapacityProvider, Offer, provider_of
 from trainer.control.run import OpenedRun
 from trainer.control.runtime import end_agents_of, make_private_directory, runtime_root, sweep, tidy
 from trainer.control.worker_group import GroupListener, Verdict, WorkerGroup
@@ -46,7 +48,7 @@ from trainer.errors import (
 )
 from trainer.history import RunHistory, deaths_without_progress
 from trainer.planning.capacity import Capacity
-from trainer.planning.policy import Situation, resize_reason
+from trainer.planning.policy import Hold, Situation
 from trainer.planning.segment import next_boundary
 from trainer.planning.topology import Refusal, TopologyPlan, plan_topology
 from trainer.records import PLANNED_CAUSES, Cause, MetricsRecord, RestoredFrom, SegmentRecord
@@ -121,6 +123,8 @@ class Controller:
         self._waiting_since: float | None = None
         self._latest: MetricsRecord | None = None
         self._background: list[asyncio.Task[Any]] = []
+        self._growth = GrowthWatch(self.config, on_held=self._growth_held, wake_in=self._wake_in)
+        self._waking: asyncio.TimerHandle | None = None
         self._stop_reason: str | None = None
         self._fatal: Exception | None = None
         self._aborted = threading.Event()
@@ -138,7 +142,8 @@ class Controller:
         try:
             sweep(self._root)
             end_agents_of(self._root, self._store.location, but_of=self.id)
-            self._journal = Journal(self._store, self.id, on_trouble=self._fail)
+            with listening(self._growth.observe):
+                self._journal = Journal(self._store, self.id, on_trouble=self._fail)
             self._journal.begin_incarnation(self._lease.incarnation)
             self._commits = Commits(
                 config=self.config.checkpoint,
@@ -172,7 +177,9 @@ class Controller:
 
     def _raise_if_crash_loop(self) -> None:
         # Failures inside a run are counted while it runs. What kills this very process can only be counted by the next.
-        deaths = deaths_without_progress(RunHistory.load(self._store).events, self._commits.step or None)
+        events = RunHistory.load(self._store).events
+        self._growth.learn(events)
+        deaths = deaths_without_progress(events, self._commits.step or None)
         if deaths <= self.config.elastic.max_failures:
             return
         error = BudgetSpentError(
@@ -215,12 +222,20 @@ class Controller:
         endpoint = Endpoint(self, self._root)
         self._opened.push_async_callback(endpoint.close)
         await endpoint.open()
-        await self._pool.open(self.config.num_hosts.max)
+        provider = provider_of(
+            self.config.capacity, created=self.run.record.created, on_trouble=lambda said: LOG.warning("%s", said)
+        )
+        await self._pool.open(self.config.num_hosts.max if provider is None else 0)
         self._background.append(asyncio.create_task(self._keep_lease()))
+        if provider is not None:
+            self._background.append(asyncio.create_task(self._follow(provider)))
 
     async def _close(self) -> None:
         for task in self._background:
             task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._waking is not None:
+            self._waking.cancel()
         if self._group is not None:
             await self._end_group(self._group)
         await self._commits.settle()
@@ -237,6 +252,18 @@ class Controller:
                     self._fail(error)
                     return
                 # A storage that does not answer is not a lost lease yet; the next renewal decides.
+
+    async def _follow(self, provider: CapacityProvider) -> None:
+        try:
+            await provider.follow(self._follow_offer)
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _follow_offer(self, offer: Offer) -> None:
+        hosts = min(offer.hosts, self.config.num_hosts.max)
+        if hosts != self._pool.offered:
+            self._change_offer(hosts, offer.source, offer.price_per_host_hour)
 
     def _fail(self, error: Exception) -> None:
         """Something that no retry helps: every waiting call ends with it."""
@@ -296,7 +323,7 @@ class Controller:
         elif self._last_topology is not None and self.config.elastic.mode == "pause":
             plan = self._last_topology
         else:
-            plan = self._plan(capacity)
+            plan = self._plan(capacity if self._last_topology is None else self._growth.settled(capacity))
         waited = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
         return Situation(
             step=group.step if group else self._commits.step,
@@ -581,12 +608,22 @@ class Controller:
             "offered": self._pool.offered,
             "usable": len(self._pool.capacity().hosts),
             "waiting": self._waiting_since is not None,
+            "growth_held": self._growth.held.reason if self._growth.held else None,
             "latest": self._latest.model_dump(mode="json") if self._latest else None,
         }
 
     def offer(self, num_hosts: int) -> None:
+        self._change_offer(num_hosts, "local", None)
+
+    def _change_offer(self, num_hosts: int, source: str, price_per_host_hour: float | None) -> None:
         self._pool.offer(num_hosts)
-        self._journal.record(records.CapacityChanged, offered=num_hosts, usable=len(self._pool.capacity().hosts))
+        self._journal.record(
+            records.CapacityChanged,
+            offered=num_hosts,
+            usable=len(self._pool.capacity().hosts),
+            source=source,
+            price_per_host_hour=price_per_host_hour,
+        )
         self._pool.release_leaving(frozenset(self._group.hosts) if self._group else frozenset())
         self._changed.set()
 
@@ -610,10 +647,18 @@ class Controller:
         # Until the group has made a step of its own, ending it would cost all that its start did.
         if group.first_step_at is None:
             return ""
-        capacity = self._pool.capacity()
         # In pause mode the topology never changes; a group only stops for hosts that leave.
-        plan = self._plan(capacity) if self.config.elastic.mode == "resize" else group.topology
-        return resize_reason(group.topology, plan, capacity)
+        plan = self._plan if self.config.elastic.mode == "resize" else lambda _: group.topology
+        return self._growth.resize_reason(group.topology, self._pool.capacity(), group.step, plan)
+
+    def _growth_held(self, hold: Hold, num_hosts: int) -> None:
+        until = None if hold.seconds is None else time.time() + hold.seconds
+        self._journal.record(records.GrowHeld, num_hosts=num_hosts, rule=hold.rule, reason=hold.reason, until=until)
+
+    def _wake_in(self, seconds: float) -> None:
+        if self._waking is not None:
+            self._waking.cancel()
+        self._waking = self._loop.call_later(seconds, self._changed.set)
 
     async def _retire(self, group: WorkerGroup) -> None:
         """End a group by plan: stop it at a step boundary if it still runs, save, let its workers leave.
