@@ -385,8 +385,9 @@ def load_history(run: str) -> tuple[RunHistory, dict[str, Any] | None]:
     history = RunHistory.load(store, living_at=time.time() if remote is not None or is_held(store) else None)
     if remote is None:
         return history, None
-    live: dict[str, Any] = {"hosts": remote.hosts()}
-    latest = remote.live()["latest"]
+    said = remote.live()
+    live: dict[str, Any] = {"hosts": remote.hosts(), "growth_held": said["growth_held"]}
+    latest = said["latest"]
     if latest is not None:
         live |= {"step": latest["step"], "loss": latest["loss"]}
     return history, live

@@ -19,6 +19,7 @@ def render_pool(view: wire.PoolView) -> RenderableType:
         numbers = (str(number or "-") for number in (host.pid, host.process_group))
         table.add_row(host.host_id, host.state, *numbers, Text(runs.get(host.tenancy or "", "-")))
     waiting = [tenancy for tenancy in view.tenancies if len(tenancy.hosts) < tenancy.min_hosts]
-    lines = [f"pool {view.pool}: {view.offered} hosts offered, {len(view.free)} free"]
+    price = "" if view.price_per_host_hour is None else f", {view.price_per_host_hour:g} per host and hour"
+    lines = [f"pool {view.pool}: {view.offered} hosts offered ({view.source}{price}), {len(view.free)} free"]
     lines += [f"{tenancy.run} waits for {tenancy.min_hosts} hosts" for tenancy in waiting]
     return Group(*(Text(line) for line in lines), table)

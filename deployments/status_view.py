@@ -27,8 +27,8 @@ _INCIDENTS_SHOWN = 5
 
 LiveInfo = Mapping[str, Any]
 """What the holder of the lease knows and the directory does not say yet. All keys are optional and take precedence:
-`step` (int), `loss`, `tokens_per_second`, `seconds_left` (floats), `hosts` (list of objects with `host_id` and `state`)
-and `message` (str)."""
+`step` (int), `loss`, `tokens_per_second`, `seconds_left` (floats), `hosts` (list of objects with `host_id` and
+`state`), `growth_held` and `message` (str)."""
 
 
 def status_json(history: RunHistory, live: LiveInfo | None = None) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def status_json(history: RunHistory, live: LiveInfo | None = None) -> dict[str, 
     `loss`, `tokens_per_second`, `hosts` (ids that train or trained last), `mesh` (size per axis), `incarnation`,
     `committed_step`, `goodput` (0 to 1), `badput_seconds` (per kind), `elapsed_seconds` (stops not counted),
     `seconds_left`, `abandoned_steps`, `incidents` (all, oldest first, planned resizes included), `pool` (live host
-    states) and `problems`.
+    states), `growth_held` (why the living group does not grow although it could) and `problems`.
     """
     live = live or {}
     topology = history.topology
@@ -62,6 +62,7 @@ def status_json(history: RunHistory, live: LiveInfo | None = None) -> dict[str, 
         "abandoned_steps": len(history.abandoned),
         "incidents": [_incident_json(view) for view in history.incidents],
         "pool": live.get("hosts"),
+        "growth_held": live.get("growth_held"),
         "problems": list(history.problems),
     }
 
@@ -138,6 +139,8 @@ def _facts(history: RunHistory, facts: Mapping[str, Any]) -> list[tuple[str, Tex
         rows.append(("mesh", str(topology.mesh)))
     if facts["pool"] is not None:
         rows.append(("pool", ", ".join(f"{host['host_id']} {host['state']}" for host in facts["pool"])))
+    if facts["growth_held"] is not None:
+        rows.append(("not growing", facts["growth_held"]))
     committed = facts["committed_step"]
     rows.append(("committed", "nothing yet" if committed is None else f"step {committed}"))
     if facts["goodput"] is not None:

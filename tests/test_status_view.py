@@ -31,7 +31,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectoryBuilder:
 STATUS_KEYS = {
     "run_name", "location", "state", "message", "step", "steps", "loss", "tokens_per_second", "hosts", "mesh",
     "incarnation", "committed_step", "goodput", "badput_seconds", "elapsed_seconds", "seconds_left",
-    "abandoned_steps", "incidents", "pool", "problems",
+    "abandoned_steps", "incidents", "pool", "growth_held", "problems",
 }  # fmt: skip
 INCIDENT_KEYS = {
     "index", "planned", "cause", "hosts", "time", "step", "resumed_from", "steps_lost", "from_hosts", "to_hosts",

@@ -49,7 +49,7 @@ class NumHostsConfig(Section):
     min: int = Field(default=1, ge=1)
     """Below this many usable hosts the run waits for capacity instead of training."""
     max: int = Field(default=4, ge=1)
-    """The pool starts with this many hosts and the run never uses more."""
+    """The run never uses more hosts. The pool starts with this many, unless `capacity.provider` says otherwise."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -79,6 +79,43 @@ class EngineConfig(Section):
     """Bandwidth between slices, for the cost model."""
 
 
+class CapacityConfig(Section):
+    """Where the number of hosts on offer comes from."""
+
+    provider: Literal["local", "trace", "command"] = "local"
+    """`local`: all of the pool, changed by `shoal capacity`. `trace`: a recording is replayed. `command`: a program is
+    asked."""
+    trace_path: str | None = None
+    """For `trace`: a CSV file with lines `milliseconds,add|remove,node`."""
+    trace_speed: float = Field(default=1.0, gt=0)
+    """How many times faster than recorded the trace passes. Its time runs from the creation of the run."""
+    trace_hosts: int | None = Field(default=None, ge=1)
+    """Scale the trace so that its maximum becomes this many hosts. None: as recorded."""
+    command: tuple[str, ...] = ()
+    """For `command`: program and arguments. It prints `{"hosts": N, "price_per_host_hour": X}`; the price may be null
+    or missing."""
+    poll_seconds: float = Field(default=30.0, gt=0)
+    """From the end of one question to `capacity.command` to the next."""
+    command_timeout_seconds: float = Field(default=10.0, gt=0)
+    """A command that takes longer is killed with all it started, and the last good answer stays."""
+    max_price_per_host_hour: float | None = Field(default=None, gt=0)
+    """At a higher price, in the command's currency, nothing counts as offered and the run waits. None: no limit."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.provider == "trace" and self.trace_path is None:
+            raise ValueError("capacity.provider is trace: capacity.trace_path is needed")
+        if self.provider == "command" and not (self.command and self.command[0]):
+            raise ValueError(
+                "capacity.provider is command: capacity.command is needed, a list of a program and its arguments"
+            )
+        if self.provider != "command" and self.max_price_per_host_hour is not None:
+            raise ValueError(
+                f"capacity.max_price_per_host_hour: capacity.provider {self.provider} knows no prices; allowed: command"
+            )
+        return self
+
+
 class PoolConfig(Section):
     """A pool of hosts that outlives the runs it serves."""
 
@@ -90,6 +127,8 @@ class PoolConfig(Section):
     """A host that hears nothing from the run that commands it for this long kills the workers of that run."""
     keeper_timeout_seconds: float = Field(default=60.0, gt=0)
     """A host that hears nothing from the pool's keeper for this long ends itself and its workers."""
+    capacity: CapacityConfig = CapacityConfig()
+    """Where the number of its hosts comes from. `local`: `shoal pool --hosts N`."""
 
 
 class ElasticConfig(Section):
@@ -99,6 +138,14 @@ class ElasticConfig(Section):
     """Failures without progress after which the run ends. Refilled whenever a step is committed."""
     wait_for_capacity_seconds: float = Field(default=3600.0, ge=0)
     """How long to wait for `num_hosts.min` usable hosts before the run ends with exit code 4."""
+    grow_after_stable_seconds: float = Field(default=0.0, ge=0)
+    """A host that appears counts after it has been usable for this long, unless fewer than `num_hosts.min` others are.
+    0: at once."""
+    min_dwell_seconds: float = Field(default=0.0, ge=0)
+    """A group trains at least this long before it grows. Losses and leaving hosts are acted on at once all the same."""
+    grow_payback_seconds: float | None = Field(default=None, gt=0)
+    """A larger group must save the time that the resize costs within this long, or by the last step if that is sooner.
+    None: any larger group will do."""
     contact_timeout_seconds: float = Field(default=10.0, gt=0)
     """A host agent that hears nothing from its controller for this long ends itself and its workers."""
     start_timeout_seconds: float = Field(default=180.0, gt=0)
@@ -207,6 +254,7 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     num_hosts: NumHostsConfig = NumHostsConfig()
     engine: EngineConfig = EngineConfig()
+    capacity: CapacityConfig = CapacityConfig()
     elastic: ElasticConfig = ElasticConfig()
     parallelism: ParallelismConfig = ParallelismConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -242,6 +290,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "steps",
         "num_hosts",
         "engine",
+        "capacity",
         "elastic",
         "parallelism",
         "checkpoint",

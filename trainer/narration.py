@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 from trainer import records
 from trainer.planning.topology import TopologyPlan
 from trainer.records import Event, MetricsRecord
@@ -35,7 +37,11 @@ class Narrator:
             case records.HostChanged(state="withdrawn"):
                 return f"{item.host_id} withdrawn"
             case records.CapacityChanged():
-                return f"capacity changed: {hosts(item.offered)} offered"
+                source = "" if item.source == "local" else f" by the {item.source}"
+                price = "" if item.price_per_host_hour is None else f" at {item.price_per_host_hour:g} per host-hour"
+                return f"capacity changed: {hosts(item.offered)} offered{source}{price}"
+            case records.GrowHeld():
+                return held_line(item.num_hosts, item.reason, item.until)
             case records.GroupStarting():
                 before, self._topology = self._topology, item.topology
                 resized = ""
@@ -103,6 +109,12 @@ def recovered_line(item: records.Recovered) -> str:
         f"{what} at step {item.step} · {item.from_hosts}→{item.to_hosts} hosts · "
         f"resumed at step {item.resumed_from} after {item.down_seconds:.1f} s"
     )
+
+
+def held_line(num_hosts: int, reason: str, until: float | None) -> str:
+    """Why a group stays as it is. `until` is in seconds since the epoch."""
+    end = "" if until is None else f" until {datetime.datetime.fromtimestamp(until).astimezone():%H:%M:%S}"
+    return f"not growing to {hosts(num_hosts)}{end}: {reason}"
 
 
 def hosts(number: int) -> str:

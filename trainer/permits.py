@@ -26,7 +26,9 @@ class Permits(Section):
     storage_roots: tuple[Path, ...]
     """Directories in which runs may be kept, themselves or below."""
     data_roots: tuple[Path, ...] = ()
-    """Directories from which `data.path` may read. The default data needs none."""
+    """Directories from which `data.path` and `capacity.trace_path` may read. The default data needs none."""
+    commands: tuple[tuple[str, ...], ...] = ()
+    """Programs that `capacity.command` may be, each a list with all its arguments: exactly these are accepted."""
     metrics_hosts: tuple[str, ...] = ("127.0.0.1",)
     """Addresses on which `metrics.port` may be opened."""
 
@@ -39,10 +41,15 @@ class Permits(Section):
                 f"storage {config.storage!r} is not served here; "
                 f"listed (allow.storage_roots): {', '.join(map(str, self.storage_roots))}"
             )
-        if config.data.path is not None and not _inside(config.data.path, self.data_roots):
-            listed = ", ".join(map(str, self.data_roots)) or "none, only the default data"
+        # Whether it would be used or not: what a setting names, its next start may use.
+        for key, path in (("data.path", config.data.path), ("capacity.trace_path", config.capacity.trace_path)):
+            if path is not None and not _inside(path, self.data_roots):
+                listed = ", ".join(map(str, self.data_roots)) or "none, only the default data"
+                raise RefusedError(f"{key} {path!r} is not served here; listed (allow.data_roots): {listed}")
+        if config.capacity.command and config.capacity.command not in self.commands:
             raise RefusedError(
-                f"data.path {config.data.path!r} is not served here; listed (allow.data_roots): {listed}"
+                f"capacity.command {list(config.capacity.command)} is not served here; "
+                f"listed (allow.commands): {', '.join(str(list(command)) for command in self.commands) or 'none'}"
             )
         if config.metrics.port is not None and config.metrics.host not in self.metrics_hosts:
             raise RefusedError(

@@ -191,6 +191,26 @@ class CapacityChanged(Event):
     event: Literal["capacity_changed"] = "capacity_changed"
     offered: int
     usable: int
+    source: str = "local"
+    """Who changed it: `local` (`shoal capacity`), `trace` or `command`."""
+    price_per_host_hour: float | None = None
+    """As the command named it; None: unknown."""
+
+
+class GrowHeld(Event):
+    """A living group could be larger but goes on as it is. Once for each rule and size, however often it is looked at.
+
+    It ends with the next `group_ended`, when the larger capacity goes away, or when another rule takes over.
+    """
+
+    event: Literal["grow_held"] = "grow_held"
+    num_hosts: int
+    """Of the larger group."""
+    rule: Literal["stable", "dwell", "payback"]
+    """`elastic.grow_after_stable_seconds`, `elastic.min_dwell_seconds` or `elastic.grow_payback_seconds`."""
+    reason: str
+    until: float | None
+    """Seconds since the epoch; None: time alone does not end it."""
 
 
 class GroupStarting(Event):
@@ -338,6 +358,7 @@ JournalEvent = Annotated[
     RunOpened
     | HostChanged
     | CapacityChanged
+    | GrowHeld
     | GroupStarting
     | WorkerPhase
     | GroupReady

@@ -362,6 +362,10 @@ class PoolView(Message):
     time: float
     """Of the newest change, seconds since the epoch."""
     offered: int
+    source: Literal["local", "trace", "command"]
+    """Who says how many: a person, or what the pool follows."""
+    price_per_host_hour: float | None
+    """None: unknown."""
     free: tuple[str, ...]
     """Hosts that are ready and in no tenancy."""
     hosts: tuple[HostView, ...]

@@ -16,7 +16,12 @@ from trainer.permits import PERMITS_VARIABLE, Permits, permits_of
 def permits(tmp_path: Path) -> Permits:
     (tmp_path / "runs").mkdir()
     (tmp_path / "texts").mkdir()
-    return Permits(jobs=("lm", "mine:Job"), storage_roots=(tmp_path / "runs",), data_roots=(tmp_path / "texts",))
+    return Permits(
+        jobs=("lm", "mine:Job"),
+        storage_roots=(tmp_path / "runs",),
+        data_roots=(tmp_path / "texts",),
+        commands=(("spot-hosts", "--zone", "a"),),
+    )
 
 
 def config(tmp_path: Path, **changes: Any) -> RunConfig:
@@ -33,6 +38,8 @@ def config(tmp_path: Path, **changes: Any) -> RunConfig:
         {"data": {"path": "texts"}},
         {"data": {"path": "texts/**/*.txt"}},
         {"metrics": {"port": 9000}},
+        {"capacity": {"provider": "trace", "trace_path": "texts/spot.csv"}},
+        {"capacity": {"provider": "command", "command": ["spot-hosts", "--zone", "a"]}},
         {"metrics": {"host": "0.0.0.0"}},  # says where, but opens nothing
     ],
 )
@@ -55,6 +62,13 @@ def test_accepts_what_is_listed(
         ({"data": {"path": "texts/../*"}}, "allow.data_roots"),
         ({"data": {"path": "texts/link/*.txt"}}, "allow.data_roots"),
         ({"metrics": {"port": 9000, "host": "0.0.0.0"}}, "allow.metrics_hosts"),
+        ({"capacity": {"provider": "trace", "trace_path": "/etc/passwd"}}, "allow.data_roots"),
+        ({"capacity": {"provider": "trace", "trace_path": "texts/../trace.csv"}}, "allow.data_roots"),
+        ({"capacity": {"trace_path": "/etc/passwd"}}, "allow.data_roots"),
+        ({"capacity": {"provider": "command", "command": ["rm", "-r", "."]}}, "allow.commands"),
+        ({"capacity": {"provider": "command", "command": ["spot-hosts", "--zone", "b"]}}, "allow.commands"),
+        ({"capacity": {"provider": "command", "command": ["spot-hosts"]}}, "allow.commands"),
+        ({"capacity": {"command": ["rm"]}}, "allow.commands"),
     ],
 )
 def test_refuses_the_rest_and_says_what_is_listed(

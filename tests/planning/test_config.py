@@ -87,6 +87,11 @@ def test_an_unknown_key_that_resembles_nothing_is_refused_with_all_valid_names()
         ({"parallelism": {"dcn_data_parallelism": -2}}, ["parallelism.dcn_data_parallelism", "-2"]),
         ({"snapshot": {"interval_steps": "auto"}}, ["snapshot.interval_steps", "allowed: off"]),
         ({"storage": "gs://bucket"}, ["storage", "a local path"]),
+        ({"capacity": {"provider": "trace"}}, ["capacity.trace_path is needed"]),
+        ({"capacity": {"provider": "command"}}, ["capacity.command is needed", "a list of a program"]),
+        ({"capacity": {"provider": "command", "command": [""]}}, ["capacity.command is needed"]),
+        ({"capacity": {"max_price_per_host_hour": 2}}, ["max_price_per_host_hour", "local knows no prices", "command"]),
+        ({"capacity": {"provider": "cloud"}}, ["capacity.provider", "trace", '"cloud"']),
         ({"elastic": {"mode": "stretch"}}, ["elastic.mode", "resize", "pause", '"stretch"']),
     ],
 )

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import RunConfig, parse_config
+from trainer.config import ElasticConfig, RunConfig, parse_config
 from trainer.planning.capacity import Capacity
 from trainer.planning.footprint import Footprint
-from trainer.planning.policy import Finish, GiveUp, Situation, Train, Wait, decide, resize_reason
+from trainer.planning.policy import (
+    Finish,
+    GiveUp,
+    Growth,
+    Situation,
+    Train,
+    Wait,
+    decide,
+    grows,
+    growth_hold,
+    resize_reason,
+    settled,
+)
 from trainer.planning.topology import Refusal, TopologyPlan, plan_topology
 
 # Hardly any work, so that communication outweighs it: hosts must be used all the same.
@@ -129,3 +142,124 @@ def test_a_group_whose_host_leaves_stops_whatever_could_be_planned() -> None:
     refusal = Refusal(reason="nothing fits", needed="more")
     assert resize_reason(current, refusal, capacity(0, 2)) == "host-1 leaving"
     assert resize_reason(current, refusal, capacity(0, 1, 2)) == ""
+
+
+# --- growth ----------------------------------------------------------------------------------------------------------
+
+SECONDS = st.floats(0, 1000)
+
+
+def elastic(**changes: Any) -> ElasticConfig:
+    return ElasticConfig.model_validate(changes)
+
+
+def growth(**changes: Any) -> Growth:
+    values: dict[str, Any] = {
+        "settles_in_seconds": 0.0,
+        "trained_seconds": 1000.0,
+        "steps_left": 1000,
+        "step_seconds": 1.0,
+        "larger_step_seconds": 0.75,
+        "resize_seconds": 20.0,
+    }
+    return Growth(**values | changes)
+
+
+growths = st.builds(
+    Growth,
+    settles_in_seconds=SECONDS,
+    trained_seconds=SECONDS,
+    steps_left=st.integers(0, 10_000),
+    step_seconds=st.none() | st.floats(0.001, 100),
+    larger_step_seconds=st.none() | st.floats(0.001, 100),
+    resize_seconds=SECONDS,
+)
+elastics = st.builds(
+    ElasticConfig,
+    grow_after_stable_seconds=SECONDS,
+    min_dwell_seconds=SECONDS,
+    grow_payback_seconds=st.none() | st.floats(0.1, 1e6),
+)
+
+
+def test_by_default_nothing_keeps_a_group_from_growing() -> None:
+    assert growth_hold(ElasticConfig(), growth(trained_seconds=0.0, step_seconds=None, resize_seconds=1e9)) is None
+
+
+@given(elastics, growths)
+def test_a_hold_names_when_it_ends_and_nothing_of_time_is_left_then(settings: ElasticConfig, now: Growth) -> None:
+    hold = growth_hold(settings, now)
+    if hold is None or hold.seconds is None:
+        assert now.settles_in_seconds == 0
+        assert now.trained_seconds >= settings.min_dwell_seconds
+        return
+    assert hold.seconds > 0
+    later = replace(
+        now,
+        settles_in_seconds=max(0.0, now.settles_in_seconds - hold.seconds),
+        trained_seconds=now.trained_seconds + hold.seconds + 1e-6,  # floats: the sum may fall just short
+    )
+    after = growth_hold(settings, later)
+    assert after is None or after.rule == "payback"
+
+
+@given(elastics, growths, st.floats(1, 10))
+def test_what_costs_more_or_saves_less_is_held_as_well(settings: ElasticConfig, now: Growth, factor: float) -> None:
+    if growth_hold(settings, now) is not None:
+        dearer = replace(now, resize_seconds=now.resize_seconds * factor)
+        sooner_over = replace(now, steps_left=int(now.steps_left / factor))
+        assert growth_hold(settings, dearer) is not None
+        assert growth_hold(settings, sooner_over) is not None
+
+
+def test_a_resize_must_pay_for_itself_within_the_horizon_or_the_run() -> None:
+    assert growth_hold(elastic(grow_payback_seconds=81), growth()) is None  # saves a quarter of 81 s
+    held = growth_hold(elastic(grow_payback_seconds=79), growth())
+    assert held is not None
+    assert (held.rule, held.seconds) == ("payback", None)
+    assert "save 19.8 s in 79 s and a resize takes 20.0 s" in held.reason
+    assert growth_hold(elastic(grow_payback_seconds=1e6), growth(steps_left=81)) is None
+    assert growth_hold(elastic(grow_payback_seconds=1e6), growth(steps_left=79)) is not None
+
+
+def test_a_larger_group_that_is_no_faster_never_pays() -> None:
+    for resize_seconds in (1.0, 1e-6):
+        assert growth_hold(
+            elastic(grow_payback_seconds=1e6), growth(larger_step_seconds=1.0, resize_seconds=resize_seconds)
+        )
+
+
+def test_what_is_not_measured_yet_is_not_paid_for() -> None:
+    held = growth_hold(elastic(grow_payback_seconds=100), growth(step_seconds=None))
+    assert held is not None
+    assert "not measured yet" in held.reason
+
+
+@given(st.sets(st.integers(0, 7)), st.sets(st.integers(0, 7)), st.lists(SECONDS, min_size=8, max_size=8), SECONDS)
+def test_hosts_count_when_used_or_usable_for_long_and_all_of_them_when_too_few_do(
+    present: set[int], in_use: set[int], usable: list[float], stable: float
+) -> None:
+    run_config = config(num_hosts={"min": 3, "max": 8}, elastic={"grow_after_stable_seconds": stable})
+    hosts = capacity(*sorted(present))
+    usable_seconds = {f"host-{index}": usable[index] for index in present}
+    counted = settled(run_config, hosts, [f"host-{index}" for index in in_use], usable_seconds)
+    old = {f"host-{index}" for index in present if index in in_use or usable[index] >= stable}
+    expected = old if len(old) >= 3 else set(usable_seconds)
+    assert {host.host_id for host in counted.hosts} == expected
+
+
+def test_settled_hosts_of_broken_slices_are_not_enough() -> None:
+    run_config = config(
+        num_hosts={"min": 2, "max": 8}, engine={"hosts_per_slice": 2}, elastic={"grow_after_stable_seconds": 5}
+    )
+    every = Capacity.uniform(4, devices_per_host=2, hosts_per_slice=2)
+    old = {"host-0": 9.0, "host-2": 9.0}
+    assert settled(run_config, every, (), old) == every
+    assert len(settled(run_config, every, (), old | {"host-1": 9.0}).hosts) == 3
+
+
+@given(st.sets(st.integers(0, 3), min_size=1), st.sets(st.integers(0, 3), min_size=1))
+def test_only_what_could_wait_is_growth(before: set[int], now: set[int]) -> None:
+    current, plan = planned(config(), capacity(*sorted(before))), planned(config(), capacity(*sorted(now)))
+    assert isinstance(current, TopologyPlan)
+    assert grows(current, plan, capacity(*sorted(now))) == (now > before)

@@ -27,10 +27,12 @@ from trainer.control.catalog import Catalog
 from trainer.control.commits import Commits
 from trainer.control.endpoint import Endpoint
 from trainer.control.engines.local import LocalEngine, measured_device_memory
+from trainer.control.growth import GrowthWatch
 from trainer.control.hosts import PoolHost
-from trainer.control.journal import Journal
+from trainer.control.journal import Journal, listening
 from trainer.control.lease import RENEW_SECONDS, Lease
 from trainer.control.pool import Pool
+from trainer.control.providers import CapacityProvider, Offer, provider_of
 from trainer.control.run import OpenedRun
 from trainer.control.runtime import end_agents_of, make_private_directory, runtime_root, sweep, tidy
 from trainer.control.tenancy import Tenancy
@@ -41,6 +43,7 @@ from trainer.errors import (
     DataError,
     GroupFailedError,
     LeaseError,
+    RefusedError,
     SegmentFailedError,
     StoppedError,
     StorageError,
@@ -48,7 +51,7 @@ from trainer.errors import (
 )
 from trainer.history import RunHistory, deaths_without_progress
 from trainer.planning.capacity import Capacity
-from trainer.planning.policy import Situation, resize_reason
+from trainer.planning.policy import Hold, Situation
 from trainer.planning.segment import next_boundary
 from trainer.planning.topology import Refusal, TopologyPlan, plan_topology
 from trainer.records import PLANNED_CAUSES, Cause, MetricsRecord, RestoredFrom, SegmentRecord
@@ -116,6 +119,7 @@ class Controller:
         self._thread = threading.Thread(target=self._loop.run_forever, name="shoal-controller", daemon=True)
         self._root = runtime_root()
         self._pool_id = pool
+        self._provider: CapacityProvider | None = None
         self._group: WorkerGroup | None = None
         self._last_topology: TopologyPlan | None = None
         self._disturbance: _Disturbance | None = None
@@ -126,6 +130,8 @@ class Controller:
         self._waiting_since: float | None = None
         self._latest: MetricsRecord | None = None
         self._background: list[asyncio.Task[Any]] = []
+        self._growth = GrowthWatch(self.config, on_held=self._growth_held, wake_in=self._wake_in)
+        self._waking: asyncio.TimerHandle | None = None
         self._stop_reason: str | None = None
         self._fatal: Exception | None = None
         self._aborted = threading.Event()
@@ -143,7 +149,8 @@ class Controller:
         try:
             sweep(self._root)
             end_agents_of(self._root, self._store.location, but_of=self.id)
-            self._journal = Journal(self._store, self.id, on_trouble=self._fail)
+            with listening(self._growth.observe):
+                self._journal = Journal(self._store, self.id, on_trouble=self._fail)
             self._journal.begin_incarnation(self._lease.incarnation)
             self._commits = Commits(
                 config=self.config.checkpoint,
@@ -177,7 +184,9 @@ class Controller:
 
     def _raise_if_crash_loop(self) -> None:
         # Failures inside a run are counted while it runs. What kills this very process can only be counted by the next.
-        deaths = deaths_without_progress(RunHistory.load(self._store).events, self._commits.step or None)
+        events = RunHistory.load(self._store).events
+        self._growth.learn(events)
+        deaths = deaths_without_progress(events, self._commits.step or None)
         if deaths <= self.config.elastic.max_failures:
             return
         error = BudgetSpentError(
@@ -219,6 +228,8 @@ class Controller:
         if self._fatal is not None:
             raise self._fatal
         self._background.append(asyncio.create_task(self._keep_lease()))
+        if self._provider is not None:
+            self._background.append(asyncio.create_task(self._follow(self._provider)))
 
     def _private_pool(self) -> Pool:
         """Hosts that begin and end with this controller."""
@@ -230,16 +241,28 @@ class Controller:
             pool_directory=make_private_directory(self._root / "pools" / self.id),
         )
         self._opened.callback(engine.close)
+        self._provider = provider_of(
+            self.config.capacity, created=self.run.record.created, on_trouble=lambda said: LOG.warning("%s", said)
+        )
         return Pool(
             self.config.engine,
             engine,
             self._host_changed,
-            num_hosts=self.config.num_hosts.max,
+            num_hosts=self.config.num_hosts.max if self._provider is None else 0,
             contact_timeout_seconds=self.config.elastic.contact_timeout_seconds,
         )
 
     def _tenancy(self, pool_id: str) -> Tenancy:
-        """Hosts of a pool that was there before and will be there after."""
+        """Hosts of a pool that was there before and will be there after.
+
+        Raises:
+            RefusedError: the run wants to say itself how many hosts there are.
+        """
+        if (provider := self.config.capacity.provider) != "local":
+            raise RefusedError(
+                f"capacity.provider is {provider}, but this run's hosts are those of the service's pool: say so there "
+                "(pool.capacity), or leave it local"
+            )
         return Tenancy(
             self.config,
             pool=pool_id,
@@ -253,6 +276,9 @@ class Controller:
     async def _close(self) -> None:
         for task in self._background:
             task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._waking is not None:
+            self._waking.cancel()
         if self._group is not None:
             await self._end_group(self._group)
         await self._commits.settle()
@@ -269,6 +295,18 @@ class Controller:
                     self._fail(error)
                     return
                 # A storage that does not answer is not a lost lease yet; the next renewal decides.
+
+    async def _follow(self, provider: CapacityProvider) -> None:
+        try:
+            await provider.follow(self._follow_offer)
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _follow_offer(self, offer: Offer) -> None:
+        hosts = min(offer.hosts, self.config.num_hosts.max)
+        if hosts != self._pool.offered:
+            self._change_offer(hosts, offer.source, offer.price_per_host_hour)
 
     def _fail(self, error: Exception) -> None:
         """Something that no retry helps: every waiting call ends with it."""
@@ -328,7 +366,7 @@ class Controller:
         elif self._last_topology is not None and self.config.elastic.mode == "pause":
             plan = self._last_topology
         else:
-            plan = self._plan(capacity)
+            plan = self._plan(capacity if self._last_topology is None else self._growth.settled(capacity))
         waited = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
         return Situation(
             step=group.step if group else self._commits.step,
@@ -614,12 +652,22 @@ class Controller:
             "offered": self._pool.offered,
             "usable": len(self._pool.capacity().hosts),
             "waiting": self._waiting_since is not None,
+            "growth_held": self._growth.held.reason if self._growth.held else None,
             "latest": self._latest.model_dump(mode="json") if self._latest else None,
         }
 
     def offer(self, num_hosts: int) -> None:
+        self._change_offer(num_hosts, "local", None)
+
+    def _change_offer(self, num_hosts: int, source: str, price_per_host_hour: float | None) -> None:
         self._pool.offer(num_hosts)
-        self._journal.record(records.CapacityChanged, offered=num_hosts, usable=len(self._pool.capacity().hosts))
+        self._journal.record(
+            records.CapacityChanged,
+            offered=num_hosts,
+            usable=len(self._pool.capacity().hosts),
+            source=source,
+            price_per_host_hour=price_per_host_hour,
+        )
         self._pool.release_leaving(frozenset(self._group.hosts) if self._group else frozenset())
         self._changed.set()
 
@@ -643,10 +691,18 @@ class Controller:
         # Until the group has made a step of its own, ending it would cost all that its start did.
         if group.first_step_at is None:
             return ""
-        capacity = self._pool.capacity()
         # In pause mode the topology never changes; a group only stops for hosts that leave.
-        plan = self._plan(capacity) if self.config.elastic.mode == "resize" else group.topology
-        return resize_reason(group.topology, plan, capacity)
+        plan = self._plan if self.config.elastic.mode == "resize" else lambda _: group.topology
+        return self._growth.resize_reason(group.topology, self._pool.capacity(), group.step, plan)
+
+    def _growth_held(self, hold: Hold, num_hosts: int) -> None:
+        until = None if hold.seconds is None else time.time() + hold.seconds
+        self._journal.record(records.GrowHeld, num_hosts=num_hosts, rule=hold.rule, reason=hold.reason, until=until)
+
+    def _wake_in(self, seconds: float) -> None:
+        if self._waking is not None:
+            self._waking.cancel()
+        self._waking = self._loop.call_later(seconds, self._changed.set)
 
     async def _retire(self, group: WorkerGroup) -> None:
         """End a group by plan: stop it at a step boundary if it still runs, save, let its workers leave.

@@ -72,6 +72,14 @@ class Endpoint:
             asked = CapacityRequest.model_validate_json(await request.read())
         except pydantic.ValidationError as error:
             return web.json_response({"error": error.errors()[0]["msg"]}, status=400)
+        if (provider := self._controller.config.capacity.provider) != "local":
+            return web.json_response(
+                {
+                    "error": f"this run follows a {provider} (capacity.provider), so its capacity is not set by hand; "
+                    "continue it with capacity.provider=local to do so"
+                },
+                status=409,
+            )
         most = self._controller.config.num_hosts.max
         if asked.hosts > most:
             return web.json_response({"error": f"{asked.hosts} hosts asked for, num_hosts.max is {most}"}, status=400)

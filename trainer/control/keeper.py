@@ -43,6 +43,7 @@ from trainer.control.bearer import only_with
 from trainer.control.engines.local import LocalEngine
 from trainer.control.hosts import PoolHost
 from trainer.control.pool import Pool
+from trainer.control.providers import Offer, provider_of
 from trainer.control.runtime import (
     KeeperFile,
     agent_files,
@@ -92,6 +93,14 @@ class Holding:
     """Of the agent that obeys the tenant. Another one there is a replacement that was not told yet."""
 
 
+class Memory(BaseModel):
+    """What the next keeper has to know."""
+
+    created: float
+    """When the pool was made, in seconds since the epoch: where a trace begins."""
+    offered: int
+
+
 class OfferRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -105,10 +114,10 @@ class Keeper:
         self._root = root
         self._token = secrets.token_urlsafe(32)
         directory = make_private_directory(root / "pools" / pool_id)
-        self._offer_path = directory / "offered"
-        """What was last offered, for the next keeper."""
-        offered = int(self._offer_path.read_text()) if self._offer_path.exists() else config.hosts
-        self._offered = min(offered, config.hosts)
+        self._memory_path = directory / "keeper.json"
+        first = 0 if config.capacity.provider != "local" else config.hosts
+        self._memory = _remembered(self._memory_path) or Memory(created=time.time(), offered=first)
+        self._price: float | None = None
         self._engine = LocalEngine(
             config.engine,
             contact_timeout_seconds=config.keeper_timeout_seconds,
@@ -120,7 +129,7 @@ class Keeper:
             config.engine,
             self._engine,
             self._host_changed,
-            num_hosts=self._offered,
+            num_hosts=min(self._memory.offered, config.hosts),
             contact_timeout_seconds=config.keeper_timeout_seconds,
         )
         self._tenancies: dict[str, Tenancy] = {}  # oldest first
@@ -159,6 +168,9 @@ class Keeper:
                 process=identify(os.getpid()),
             )
             write_private(path, keeper.model_dump_json())
+            provider = provider_of(self._config.capacity, created=self._memory.created, on_trouble=_say)
+            if provider is not None:
+                self._start(provider.follow(self._follow_offer))
             await stop.wait()
         finally:
             keeper_path(self._root, self._id).unlink(missing_ok=True)
@@ -195,7 +207,7 @@ class Keeper:
         for _, agent in agent_files(self._root):
             if agent.controller != self._id or not is_alive(agent.process):
                 continue
-            if host_order(agent.host_id)[0] >= self._offered:
+            if host_order(agent.host_id)[0] >= self._memory.offered:
                 kill_process_group(agent.process_group)
             elif (order := agent.let_to) is not None:
                 if order.tenancy not in self._tenancies:
@@ -393,6 +405,8 @@ class Keeper:
             version=self._version,
             time=self._changed_at,
             offered=self._pool.offered,
+            source=self._config.capacity.provider,
+            price_per_host_hour=self._price,
             free=self._free(),
             hosts=tuple(
                 wire.HostView(
@@ -436,11 +450,21 @@ class Keeper:
             return _refuse(error.errors()[0]["msg"])
         if hosts > self._config.hosts:
             return _refuse(f"{hosts} hosts asked for, the pool never has more than {self._config.hosts} (pool.hosts)")
-        write_private(self._offer_path, str(hosts))
+        if (provider := self._config.capacity.provider) != "local":
+            return _refuse(f"this pool follows a {provider} (pool.capacity.provider): it is not set by hand", 409)
+        self._offer(hosts)
+        return web.json_response(text=self.view().model_dump_json())
+
+    def _follow_offer(self, offer: Offer) -> None:
+        self._price = offer.price_per_host_hour
+        self._offer(min(offer.hosts, self._config.hosts))
+
+    def _offer(self, hosts: int) -> None:
+        self._memory = self._memory.model_copy(update={"offered": hosts})
+        write_private(self._memory_path, self._memory.model_dump_json())
         self._pool.offer(hosts)
         self._release_leaving()
         self._changed()
-        return web.json_response(text=self.view().model_dump_json())
 
     async def _post_enlarge(self, request: web.Request) -> web.Response:
         try:
@@ -488,6 +512,17 @@ async def _send_all(socket: web.WebSocketResponse, first: wire.Message, outbox: 
             await socket.close()
             return
         message = await outbox.get()
+
+
+def _remembered(path: Path) -> Memory | None:
+    try:
+        return Memory.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, pydantic.ValidationError):
+        return None  # no keeper before this one, or one of another version
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"{sentence}\n")
 
 
 def _refuse(reason: str, status: int = 400) -> web.Response:

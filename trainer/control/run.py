@@ -9,6 +9,7 @@ import pydantic
 
 from trainer.config import RunConfig, differing_keys
 from trainer.control.catalog import Catalog
+from trainer.control.providers import check_provider
 from trainer.description import JobDescription, describe_job
 from trainer.errors import DataError, PlanError, RunMismatchError, StorageError
 from trainer.planning.topology import check_minimum
@@ -97,10 +98,12 @@ def check_startable(
     """Everything that can be refused by looking alone. Returns the settled configuration and run.json if it exists.
 
     Raises:
+        ConfigError: the trace or the program of `capacity` cannot be used.
         DataError: shorter than one batch, or not the data that the run was begun with.
         PlanError: the model cannot fit at `num_hosts.min`.
         RunMismatchError: another job or other fixed settings under the same name.
     """
+    check_provider(config.capacity)
     data = description.data
     assert data is not None
     if data.num_samples < config.global_batch_size:

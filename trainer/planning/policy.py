@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from trainer.config import RunConfig
+from trainer.config import ElasticConfig, RunConfig
 from trainer.planning.capacity import Capacity
 from trainer.planning.segment import next_boundary
 from trainer.planning.topology import Refusal, TopologyPlan
@@ -123,3 +125,94 @@ def resize_reason(current: TopologyPlan, plan: TopologyPlan | Refusal, capacity:
     if isinstance(plan, Refusal) or plan.model_copy(update={"hosts": current.hosts}).same_program(current):
         return ""
     return f"{plan.num_processes} hosts usable"
+
+
+def grows(current: TopologyPlan, plan: TopologyPlan | Refusal, capacity: Capacity) -> bool:
+    """Whether `plan` is a reason to stop that could wait: no host leaves, and the next group would not be smaller."""
+    usable = {host.host_id for host in capacity.hosts}
+    return (
+        isinstance(plan, TopologyPlan)
+        and plan.num_processes >= current.num_processes
+        and usable.issuperset(current.hosts)
+        and resize_reason(current, plan, capacity) != ""
+    )
+
+
+def settled(
+    config: RunConfig, capacity: Capacity, in_use: Collection[str], usable_seconds: Mapping[str, float]
+) -> Capacity:
+    """The hosts that count for a plan, where newcomers may be gone again in a moment.
+
+    These are the hosts `in_use` and those usable for `elastic.grow_after_stable_seconds`; but all of them where those
+    would not be `num_hosts.min`: a run that has too little waits for nothing.
+    """
+    counted = Capacity(
+        hosts=tuple(
+            host
+            for host in capacity.hosts
+            if host.host_id in in_use
+            or usable_seconds.get(host.host_id, 0.0) >= config.elastic.grow_after_stable_seconds
+        )
+    )
+    enough = sum(len(hosts) for hosts in counted.whole_slices(config.engine.hosts_per_slice)) >= config.num_hosts.min
+    return counted if enough else capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """A larger topology that a living group could have, and what is known of both."""
+
+    settles_in_seconds: float
+    """Until the next of its new hosts has been usable for long enough. 0: it needs no other hosts than settled ones."""
+    trained_seconds: float
+    """Since the living group's first step."""
+    steps_left: int
+    step_seconds: float | None
+    """Of the living group. None: not measured yet."""
+    larger_step_seconds: float | None
+    """Expected of the larger one."""
+    resize_seconds: float
+    """What a planned resize costs, from the last step before to the first after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold:
+    """Why a group does not grow yet."""
+
+    rule: Literal["stable", "dwell", "payback"]
+    reason: str
+    seconds: float | None
+    """Until it ends by time alone. None: it does not."""
+
+
+def growth_hold(elastic: ElasticConfig, growth: Growth) -> Hold | None:
+    """Whether a larger group has to wait. Not asked for a group that is smaller than `num_hosts.min`."""
+    dwell_seconds = elastic.min_dwell_seconds - growth.trained_seconds
+    if growth.settles_in_seconds > 0 and growth.settles_in_seconds >= dwell_seconds:
+        return Hold(
+            rule="stable",
+            reason=f"new hosts count after {elastic.grow_after_stable_seconds:g} s (elastic.grow_after_stable_seconds)",
+            seconds=growth.settles_in_seconds,
+        )
+    if dwell_seconds > 0:
+        return Hold(
+            rule="dwell",
+            reason=f"a group trains {elastic.min_dwell_seconds:g} s before it grows (elastic.min_dwell_seconds)",
+            seconds=dwell_seconds,
+        )
+    return None if elastic.grow_payback_seconds is None else _payback_hold(elastic.grow_payback_seconds, growth)
+
+
+def _payback_hold(payback_seconds: float, growth: Growth) -> Hold | None:
+    if growth.step_seconds is None or growth.larger_step_seconds is None:
+        return Hold(rule="payback", reason="the present steps are not measured yet", seconds=None)
+    horizon = min(payback_seconds, growth.steps_left * growth.step_seconds)
+    saved = horizon * (1 - growth.larger_step_seconds / growth.step_seconds)
+    if saved >= growth.resize_seconds:
+        return None
+    return Hold(
+        rule="payback",
+        reason=f"it would save {max(0.0, saved):.1f} s in {horizon:.0f} s and a resize takes "
+        f"{growth.resize_seconds:.1f} s (elastic.grow_payback_seconds)",
+        seconds=None,
+    )
