@@ -313,6 +313,49 @@ def capacity(
     out.print(f"the pool offers {hosts} hosts")
 
 
+# --- changing --------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def rollback(
+    run: RunArgument,
+    to_step: Annotated[int, typer.Option("--to-step", min=1, help="a committed step: the run goes on from there")],
+    reason: Annotated[str, typer.Option("--reason", help="kept with the run", show_default=False)] = "",
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be abandoned")] = False,
+    json_: JsonOption = False,
+) -> None:
+    """Abandon what a run trained beyond a committed step.
+
+    Nothing is deleted: a new line of history begins, and the same configuration trains on from that step. Refused
+    while somebody trains the run. Without a terminal to ask on, --yes is needed.
+    """
+    store = existing_run(run)
+    from trainer.control.rollback import plan_rollback, roll_back
+
+    rollback_plan = plan_rollback(store, to_step)
+    todo = bool(rollback_plan.abandoned_commits) and not dry_run
+    if not json_:
+        out.print(rollback_plan.summary(), markup=False, soft_wrap=True)
+    if todo:
+        if not yes:
+            confirm("roll the run back?")
+        roll_back(store, rollback_plan, reason, on_wait=lambda line: err.print(line, markup=False, soft_wrap=True))
+        if not json_:
+            out.print(f"rolled back; `shoal train` of the same configuration goes on from step {to_step}")
+    if json_:
+        print_json(
+            {
+                "rolled_back": todo,
+                "to_step": rollback_plan.to_step,
+                "from_step": rollback_plan.from_step,
+                "checkpoint": rollback_plan.target.path,
+                "abandoned_steps": rollback_plan.abandoned_steps,
+                "abandoned_checkpoints": [commit.path for commit in rollback_plan.abandoned_commits],
+            }
+        )
+
+
 @app.command()
 def doctor(
     storage: Annotated[str, typer.Option("--storage", help="where runs are to be kept")] = "runs",
@@ -338,16 +381,21 @@ def doctor(
 
 def existing_run(run: str) -> LocalStore:
     """Raises RefusedError if there is no run in this directory."""
-    from trainer.control.run import RUN_KEY
+    from trainer.control.run import check_is_run
     from trainer.store import open_store
 
     store = open_store(run)
-    if store.read(RUN_KEY) is None:
-        raise RefusedError(
-            f"{run} is not a run directory: it holds no {RUN_KEY} (a run that was just started needs some seconds to "
-            "write it)"
-        )
+    check_is_run(store)
     return store
+
+
+def confirm(question: str) -> None:
+    """Raises RefusedError unless somebody at a terminal says yes."""
+    if not sys.stdin.isatty():
+        raise RefusedError("there is no terminal to ask on, and nothing was done; --yes does it without asking")
+    answer = err.input(f"{question} (y/N) ", markup=False, stream=sys.stdin)
+    if answer.strip().lower() not in ("y", "yes"):
+        raise RefusedError("not confirmed; nothing was done")
 
 
 def load_history(run: str) -> tuple[RunHistory, dict[str, Any] | None]:

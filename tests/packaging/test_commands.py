@@ -21,6 +21,7 @@ COMMANDS = {
     "hosts": ["--json", "RUN"],
     "plan": ["--hosts", "--json", "--set", "CONFIG"],
     "report": ["RUN"],
+    "rollback": ["--dry-run", "--json", "--reason", "--to-step", "--yes", "RUN"],
     "serve": ["--check", "SERVE_CONFIG"],
     "status": ["--json", "RUN"],
     "train": ["--set", "CONFIG"],
