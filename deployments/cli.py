@@ -313,6 +313,31 @@ def capacity(
     out.print(f"the pool offers {hosts} hosts")
 
 
+@app.command()
+def evaluate(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Option("--step", min=1, help="a committed step; default the newest")] = None,
+    batches: Annotated[int, typer.Option("--batches", min=1, help="of global_batch_size samples each")] = 16,
+    data: Annotated[
+        str | None, typer.Option("--data", help="other data; default the run's own, not trained on")
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Compute the loss of a checkpoint on held-out samples.
+
+    Reads only and needs no lease, so that it can be done while the run trains. Without --data it takes samples of the
+    run's own data from beyond its last step, and says so if those run out.
+    """
+    store = existing_run(run)
+    from trainer.control.evaluate import evaluate_run
+
+    evaluation = evaluate_run(store, step=step, batches=batches, data_path=data)
+    if json_:
+        print_json(json.loads(evaluation.model_dump_json()))
+    else:
+        out.print(evaluation.line, markup=False, soft_wrap=True)
+
+
 # --- changing --------------------------------------------------------------------------------------------------------
 
 
@@ -331,13 +356,14 @@ def rollback(
     while somebody trains the run. Without a terminal to ask on, --yes is needed.
     """
     store = existing_run(run)
-    from trainer.control.rollback import plan_rollback, roll_back
+    from trainer.control.rollback import check_not_held, plan_rollback, roll_back
 
     rollback_plan = plan_rollback(store, to_step)
     todo = bool(rollback_plan.abandoned_commits) and not dry_run
     if not json_:
         out.print(rollback_plan.summary(), markup=False, soft_wrap=True)
     if todo:
+        check_not_held(store)
         if not yes:
             confirm("roll the run back?")
         roll_back(store, rollback_plan, reason, on_wait=lambda line: err.print(line, markup=False, soft_wrap=True))

@@ -18,6 +18,7 @@ from trainer.errors import ShoalError
 COMMANDS = {
     "capacity": ["--hosts", "RUN"],
     "doctor": ["--json", "--storage"],
+    "evaluate": ["--batches", "--data", "--json", "--step", "RUN"],
     "hosts": ["--json", "RUN"],
     "plan": ["--hosts", "--json", "--set", "CONFIG"],
     "report": ["RUN"],

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from trainer import records
 from trainer.control.catalog import Catalog
 from trainer.control.journal import Journal
-from trainer.control.lease import Lease
+from trainer.control.lease import Lease, describe_holder, is_held, read_lease
 from trainer.control.run import check_is_run
 from trainer.errors import LeaseError, RefusedError, StorageError
 from trainer.history import RunHistory
@@ -25,6 +25,7 @@ from trainer.store import LocalStore
 LOG = logging.getLogger("shoal")
 
 _LEASE_WAIT_SECONDS = 30.0
+_STOP_FIRST = "stop it first: a run that is being trained cannot be rolled back"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,17 @@ def plan_rollback(store: LocalStore, to_step: int | None) -> RollbackPlan:
     )
 
 
+def check_not_held(store: LocalStore) -> None:
+    """Raises LeaseError if somebody trains the run, as far as one look can tell. For whoever is to ask a person first.
+
+    Only `roll_back` itself can be sure.
+    """
+    if is_held(store):
+        holder = read_lease(store)
+        assert holder is not None
+        raise LeaseError(f"{describe_holder(holder)} is training this run; {_STOP_FIRST}")
+
+
 def roll_back(
     store: LocalStore, plan: RollbackPlan, reason: str = "", *, on_wait: Callable[[str], None] = LOG.info
 ) -> RollbackRecord:
@@ -112,7 +124,7 @@ def roll_back(
     try:
         lease.acquire(wait_seconds=_LEASE_WAIT_SECONDS, on_wait=on_wait)
     except LeaseError as error:
-        raise LeaseError(f"{error}; stop it first: a run that is being trained cannot be rolled back") from error
+        raise LeaseError(f"{error}; {_STOP_FIRST}") from error
     try:
         commits = catalog.commits()
         if commits[:1] != [plan.newest] or plan.target not in commits:
