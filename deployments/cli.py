@@ -175,7 +175,9 @@ def serve(
     serve_config = load_serve_config(config)
     served = load_served_runs(config, serve_config)
     if check:
-        names = ", ".join(["train", *(run.name for run, _ in served)])
+        names = ", ".join(
+            ["train/train", "rollback/rollback", "evaluate/evaluate", *(f"train/{run.name}" for run, _ in served)]
+        )
         out.print(f"{config}: good; deployments {names}", markup=False, soft_wrap=True)
         return
     drain_seconds = max((run.elastic.step_timeout_seconds for _, run in served), default=600.0)
