@@ -175,7 +175,9 @@ def serve(
     serve_config = load_serve_config(config)
     served = load_served_runs(config, serve_config)
     if check:
-        names = ", ".join(["train", *(run.name for run, _ in served)])
+        names = ", ".join(
+            ["train/train", "rollback/rollback", "evaluate/evaluate", *(f"train/{run.name}" for run, _ in served)]
+        )
         out.print(f"{config}: good; deployments {names}", markup=False, soft_wrap=True)
         return
     drain_seconds = max((run.elastic.step_timeout_seconds for _, run in served), default=600.0)
@@ -337,6 +339,75 @@ def pool(
 
 
 @app.command()
+def evaluate(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Option("--step", min=1, help="a committed step; default the newest")] = None,
+    batches: Annotated[int, typer.Option("--batches", min=1, help="of global_batch_size samples each")] = 16,
+    data: Annotated[
+        str | None, typer.Option("--data", help="other data; default the run's own, not trained on")
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Compute the loss of a checkpoint on held-out samples.
+
+    Reads only and needs no lease, so that it can be done while the run trains. Without --data it takes samples of the
+    run's own data from beyond its last step, and says so if those run out.
+    """
+    store = existing_run(run)
+    from trainer.control.evaluate import evaluate_run
+
+    evaluation = evaluate_run(store, step=step, batches=batches, data_path=data)
+    if json_:
+        print_json(json.loads(evaluation.model_dump_json()))
+    else:
+        out.print(evaluation.line, markup=False, soft_wrap=True)
+
+
+# --- changing --------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def rollback(
+    run: RunArgument,
+    to_step: Annotated[int, typer.Option("--to-step", min=1, help="a committed step: the run goes on from there")],
+    reason: Annotated[str, typer.Option("--reason", help="kept with the run", show_default=False)] = "",
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be abandoned")] = False,
+    json_: JsonOption = False,
+) -> None:
+    """Abandon what a run trained beyond a committed step.
+
+    Nothing is deleted: a new line of history begins, and the same configuration trains on from that step. Refused
+    while somebody trains the run. Without a terminal to ask on, --yes is needed.
+    """
+    store = existing_run(run)
+    from trainer.control.rollback import check_not_held, plan_rollback, roll_back
+
+    rollback_plan = plan_rollback(store, to_step)
+    todo = bool(rollback_plan.abandoned_commits) and not dry_run
+    if not json_:
+        out.print(rollback_plan.summary(), markup=False, soft_wrap=True)
+    if todo:
+        check_not_held(store)
+        if not yes:
+            confirm("roll the run back?")
+        roll_back(store, rollback_plan, reason, on_wait=lambda line: err.print(line, markup=False, soft_wrap=True))
+        if not json_:
+            out.print(f"rolled back; `shoal train` of the same configuration goes on from step {to_step}")
+    if json_:
+        print_json(
+            {
+                "rolled_back": todo,
+                "to_step": rollback_plan.to_step,
+                "from_step": rollback_plan.from_step,
+                "checkpoint": rollback_plan.target.path,
+                "abandoned_steps": rollback_plan.abandoned_steps,
+                "abandoned_checkpoints": [commit.path for commit in rollback_plan.abandoned_commits],
+            }
+        )
+
+
+@app.command()
 def doctor(
     storage: Annotated[str, typer.Option("--storage", help="where runs are to be kept")] = "runs",
     json_: JsonOption = False,
@@ -361,16 +432,21 @@ def doctor(
 
 def existing_run(run: str) -> LocalStore:
     """Raises RefusedError if there is no run in this directory."""
-    from trainer.control.run import RUN_KEY
+    from trainer.control.run import check_is_run
     from trainer.store import open_store
 
     store = open_store(run)
-    if store.read(RUN_KEY) is None:
-        raise RefusedError(
-            f"{run} is not a run directory: it holds no {RUN_KEY} (a run that was just started needs some seconds to "
-            "write it)"
-        )
+    check_is_run(store)
     return store
+
+
+def confirm(question: str) -> None:
+    """Raises RefusedError unless somebody at a terminal says yes."""
+    if not sys.stdin.isatty():
+        raise RefusedError("there is no terminal to ask on, and nothing was done; --yes does it without asking")
+    answer = err.input(f"{question} (y/N) ", markup=False, stream=sys.stdin)
+    if answer.strip().lower() not in ("y", "yes"):
+        raise RefusedError("not confirmed; nothing was done")
 
 
 def load_history(run: str) -> tuple[RunHistory, dict[str, Any] | None]:

@@ -32,16 +32,67 @@ from prefect.types.entrypoint import EntrypointType
 
 from deployments.capacity_events import CAPACITY_CHANGED, GROWTH_LABEL, pool_resource
 from deployments.serve_config import ScheduleConfig, ServeConfig, ServedRun
+from flows.evaluate import evaluate
+from flows.rollback import rollback
 from flows.scale import scale_up
 from flows.train import train_run
 from trainer.config import RunConfig
 
 TAG = "shoal"
 """On every deployment of a service. The automations act on flow runs that carry it, and on no others."""
+CONTINUED_TAG = "shoal-continued"
+"""On those whose flow runs are started again when their process died: they know when to stop trying."""
 _PAGE = 200
 
 
 # --- deployments ------------------------------------------------------------------------------------------------------
+
+
+async def deployments(runs: Sequence[tuple[ServedRun, RunConfig]]) -> list[RunnerDeployment]:
+    """The forms that ask for everything, and one deployment for each run that the service names."""
+    found = [
+        await train_run.ato_deployment(
+            name="train",
+            tags=[TAG, CONTINUED_TAG],
+            description="Train a run, or continue the one of that name from its newest good state.",
+            entrypoint_type=EntrypointType.MODULE_PATH,
+        ),
+        await rollback.ato_deployment(
+            name="rollback",
+            tags=[TAG],
+            description="Abandon what a run trained beyond a committed step. Asks before it acts; deletes nothing.",
+            entrypoint_type=EntrypointType.MODULE_PATH,
+        ),
+        await evaluate.ato_deployment(
+            name="evaluate",
+            tags=[TAG],
+            description="Compute the loss of a checkpoint on held-out samples, also while the run trains.",
+            entrypoint_type=EntrypointType.MODULE_PATH,
+        ),
+    ]
+    for served, config in runs:
+        schedule = served.schedule
+        found.append(
+            await train_run.ato_deployment(
+                name=served.name,
+                tags=[TAG, CONTINUED_TAG],
+                description=f"The run {config.run_name} in {config.storage}.",
+                parameters={
+                    "config": config.model_dump(mode="json"),
+                    "own_run_each_time": schedule is not None and schedule.own_run_each_time,
+                },
+                schedule=prefect_schedule(schedule) if schedule is not None else None,
+                # The lease of the run is what protects it; this keeps the starts of one schedule from piling up.
+                concurrency_limit=ConcurrencyLimitConfig(
+                    limit=1,
+                    collision_strategy=ConcurrencyLimitStrategy.ENQUEUE
+                    if schedule is not None and schedule.if_running == "queue"
+                    else ConcurrencyLimitStrategy.CANCEL_NEW,
+                ),
+                entrypoint_type=EntrypointType.MODULE_PATH,
+            )
+        )
+    return found
 
 
 async def scale_up_deployment(config: ServeConfig, pool: str) -> RunnerDeployment:
@@ -68,41 +119,6 @@ async def scale_up_deployment(config: ServeConfig, pool: str) -> RunnerDeploymen
     )
 
 
-async def deployments(runs: Sequence[tuple[ServedRun, RunConfig]]) -> list[RunnerDeployment]:
-    """`train/train`, whose form asks for everything, and one deployment for each run that the service names."""
-    found = [
-        await train_run.ato_deployment(
-            name="train",
-            tags=[TAG],
-            description="Train a run, or continue the one of that name from its newest good state.",
-            entrypoint_type=EntrypointType.MODULE_PATH,
-        )
-    ]
-    for served, config in runs:
-        schedule = served.schedule
-        found.append(
-            await train_run.ato_deployment(
-                name=served.name,
-                tags=[TAG],
-                description=f"The run {config.run_name} in {config.storage}.",
-                parameters={
-                    "config": config.model_dump(mode="json"),
-                    "own_run_each_time": schedule is not None and schedule.own_run_each_time,
-                },
-                schedule=prefect_schedule(schedule) if schedule is not None else None,
-                # The lease of the run is what protects it; this keeps the starts of one schedule from piling up.
-                concurrency_limit=ConcurrencyLimitConfig(
-                    limit=1,
-                    collision_strategy=ConcurrencyLimitStrategy.ENQUEUE
-                    if schedule is not None and schedule.if_running == "queue"
-                    else ConcurrencyLimitStrategy.CANCEL_NEW,
-                ),
-                entrypoint_type=EntrypointType.MODULE_PATH,
-            )
-        )
-    return found
-
-
 def prefect_schedule(schedule: ScheduleConfig) -> Schedule:
     if schedule.cron is not None:
         return Cron(schedule.cron, timezone=schedule.timezone)
@@ -117,7 +133,12 @@ def prefect_schedule(schedule: ScheduleConfig) -> Schedule:
 # --- automations ------------------------------------------------------------------------------------------------------
 
 _FLOW_RUNS: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
-_OURS: dict[str, str | list[str]] = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
+
+
+def _tagged(tag: str) -> dict[str, str | list[str]]:
+    return {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{tag}"}
+
+
 # Signs that a run which was Running is no longer expected to beat. Prefect's own documented set lacks the waiting ones,
 # and would crash a run that is suspended or about to be started again.
 _NO_LONGER_BEATING = (
@@ -143,7 +164,7 @@ def automations(config: ServeConfig) -> list[AutomationCore]:
             " s is Crashed: its machine or its runner is gone.",
             trigger=EventTrigger(
                 match=_FLOW_RUNS,
-                match_related=_OURS,
+                match_related=_tagged(TAG),
                 for_each={"prefect.resource.id"},
                 after={"prefect.flow-run.Running", "prefect.flow-run.heartbeat"},
                 expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{name}" for name in _NO_LONGER_BEATING)},
@@ -162,11 +183,11 @@ def automations(config: ServeConfig) -> list[AutomationCore]:
         ),
         AutomationCore(
             name="shoal: continue what crashed",
-            description="A flow run of Shoal whose process died is scheduled again and continues from its newest good "
-            "state. Without progress that ends after elastic.max_failures: the flow itself then fails.",
+            description="A flow run that trains and whose process died is scheduled again and goes on from its newest "
+            "good state. Without progress that ends after elastic.max_failures: the flow itself then fails.",
             trigger=EventTrigger(
                 match=_FLOW_RUNS,
-                match_related=_OURS,
+                match_related=_tagged(CONTINUED_TAG),
                 for_each={"prefect.resource.id"},
                 expect={"prefect.flow-run.Crashed"},
                 posture=Posture.Reactive,
@@ -198,6 +219,8 @@ async def register_automations(client: PrefectClient, wanted: Sequence[Automatio
 async def tidy_flow_runs(client: PrefectClient, served: Sequence[str]) -> list[str]:
     """Put right what the time without a service left behind. Returns what was done, a line each.
 
+    `served` are the deployments of this service, as `flow/deployment`.
+
     Scheduled starts that were missed: only the newest of each deployment is made up for. Flow runs that a runner had
     fetched but not begun (Pending): they are scheduled again, nobody else would. Deployments of ours that this service
     no longer names are deleted, so that their schedules start nothing.
@@ -208,9 +231,11 @@ async def tidy_flow_runs(client: PrefectClient, served: Sequence[str]) -> list[s
         deployment_filter=DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG])), limit=_PAGE
     ):
         of_deployment = FlowRunFilterDeploymentId(any_=[deployment.id])
-        if deployment.name not in served:
+        flow = await client.read_flow(deployment.flow_id)
+        name = f"{flow.name}/{deployment.name}"
+        if name not in served:
             await client.delete_deployment(deployment.id)
-            said.append(f"deployment {deployment.name} is no longer served: removed")
+            said.append(f"deployment {name} is no longer served: removed")
             continue
         due = await client.read_flow_runs(
             flow_run_filter=FlowRunFilter(
@@ -223,7 +248,7 @@ async def tidy_flow_runs(client: PrefectClient, served: Sequence[str]) -> list[s
         )
         for missed in [run for run in due if is_missed_start(run)][1:]:
             await client.set_flow_run_state(missed.id, Cancelled(message="Missed while the service was down."))
-            said.append(f"missed start of {deployment.name} at {missed.expected_start_time}: not made up for")
+            said.append(f"missed start of {name} at {missed.expected_start_time}: not made up for")
         pending = await client.read_flow_runs(
             flow_run_filter=FlowRunFilter(
                 deployment_id=of_deployment,

@@ -47,7 +47,7 @@ async def run(path: Path) -> None:
         pause_on_shutdown=False,
     )
     async with get_client() as client:
-        for line in await tidy_flow_runs(client, [deployment.name for deployment in wanted]):
+        for line in await tidy_flow_runs(client, [deployment.full_name for deployment in wanted]):
             LOG.info(line)
         for deployment in wanted:
             await runner.aadd_deployment(deployment)

@@ -33,6 +33,8 @@ from trainer.records import (
     QuarantineRecord,
     Recovered,
     RestoredFrom,
+    RollbackRecord,
+    RolledBack,
     RunEnded,
     RunOpened,
     RunRecord,
@@ -99,6 +101,7 @@ class RunDirectoryBuilder:
         self._noise = noise
         self._journal_parts: dict[int, int] = {}
         self._segments = 0
+        self._rollbacks = 0
         self._segment_started = self.clock
         self._segment_start_step = 0
         self._restored_from = RestoredFrom(tier="init", step=0)
@@ -282,6 +285,14 @@ class RunDirectoryBuilder:
         self.clock += seconds
         self.controller = "controller-2"
         self.open(resumed=True)
+
+    def roll_back(self, to_step: int, reason: str = "") -> None:
+        record = RollbackRecord(
+            to_step=to_step, from_step=self.step, after_incarnation=self.incarnation, reason=reason, time=self.clock
+        )
+        self._rollbacks += 1
+        self.store.write(f"rollbacks/{self._rollbacks}.json", to_json(record))
+        self.journal(RolledBack(**self.stamp(), to_step=to_step, from_step=self.step, reason=reason))
 
     # --- damage
 

@@ -19,6 +19,7 @@ from trainer.records import (
     FileRecord,
     JournalEvent,
     MetricsRecord,
+    RolledBack,
     RunEnded,
     RunOpened,
     StopRequested,
@@ -576,3 +577,34 @@ def test_deaths_are_those_since_the_last_progress_or_told_end(gains: list[int]) 
             commit += gain
             deaths = 0 if gain else deaths + 1
     assert deaths_without_progress(events, commit or None) == deaths
+
+
+def test_a_rollback_is_no_death(run: RunDirectoryBuilder) -> None:
+    """The newest commit is older afterwards, as after a row of controllers that came to nothing."""
+    told = RolledBack(time=0.0, monotonic=0.0, incarnation=1, to_step=10, from_step=60, reason="")
+    assert deaths_without_progress([opened(None), opened(60), told, opened(10)], 10) == 1  # the one that lives now
+    assert deaths_without_progress([opened(60), opened(60), told, opened(10)], 20) == 0
+
+
+def test_after_a_rollback_the_run_is_stopped_and_what_interrupted_it_before_stays_as_it_was(
+    run: RunDirectoryBuilder,
+) -> None:
+    run.open()
+    run.start_group(2)
+    run.train(10)
+    run.checkpoint()
+    run.train(18)
+    run.clock += 60  # its controller was killed, a minute ago
+    run.roll_back(10, "bad data")
+    history = RunHistory.load(run.store)
+    assert (history.step, history.state, history.incidents) == (10, "stopped", ())
+    assert history.goodput.seconds[Kind.STOPPED] == pytest.approx(60)
+    assert history.goodput.seconds[Kind.WASTED_PROGRESS] == pytest.approx(8 * 0.5)
+
+    run.clock += 30
+    run.open(resumed=True)
+    run.start_group(2, from_step=10)
+    run.train(12)
+    history = RunHistory.load(run.store, living_at=run.clock)
+    assert (history.step, history.state, history.message, history.incidents) == (12, "running", "", ())
+    assert history.goodput.seconds[Kind.STOPPED] == pytest.approx(90)

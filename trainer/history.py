@@ -39,6 +39,8 @@ from trainer.records import (
     QuarantineRecord,
     Record,
     Recovered,
+    RollbackRecord,
+    RolledBack,
     RunEnded,
     RunOpened,
     RunRecord,
@@ -179,14 +181,16 @@ class RunHistory:
     steps: tuple[TrainedStep, ...]
     """The current line of history, in step order."""
     abandoned: tuple[TrainedStep, ...]
-    """Steps that a rollback took off the line, as they were trained."""
+    """Steps that are off the line and were or will be trained again, as they were trained."""
     events: tuple[JournalEvent, ...]
     incidents: tuple[IncidentView, ...]
     """Unplanned and planned interruptions, in order."""
     segments: tuple[SegmentRecord, ...]
     commits: tuple[CommitRecord, ...]
-    """Usable ones (not quarantined), oldest step first."""
+    """Usable ones (on the current line of history, not quarantined), oldest step first."""
     quarantined: tuple[QuarantineRecord, ...]
+    rollbacks: tuple[RollbackRecord, ...]
+    """In order."""
     topologies: tuple[TopologySpan, ...]
     timeline: tuple[Span, ...]
     """What each moment between `started` and `ended` was spent on; see `trainer.planning.goodput`."""
@@ -212,14 +216,15 @@ class RunHistory:
         lines = reader.metrics()
         events = reader.events()
         segments = reader.segments()
-        commits, quarantined = reader.commits()
+        rollbacks = reader.rollbacks()
+        commits, quarantined = reader.commits(rollbacks)
         first_steps = {incarnation: parts.first_step for incarnation, parts in lines.items()}
         anchors = _step_anchors(events)
         trained = {
             incarnation: _place_in_time(incarnation, parts.records, anchors.get(incarnation))
             for incarnation, parts in lines.items()
         }
-        steps, abandoned = current_line(trained, first_steps)
+        steps, abandoned = current_line(trained, first_steps, rollbacks)
         end = _end_of_timeline(events, trained, living_at)
         timeline = divide_timeline(_spans(events, steps, abandoned, end), events[0].time, end) if events else []
         state, message = _state(events, living=living_at is not None)
@@ -234,6 +239,7 @@ class RunHistory:
             segments=segments,
             commits=commits,
             quarantined=quarantined,
+            rollbacks=rollbacks,
             topologies=_topologies(events, segments, trained, steps),
             timeline=tuple(timeline),
             goodput=measure_goodput(timeline),
@@ -322,11 +328,14 @@ class RunHistory:
 
 
 def current_line(
-    trained: Mapping[int, Sequence[TrainedStep]], first_steps: Mapping[int, int]
+    trained: Mapping[int, Sequence[TrainedStep]],
+    first_steps: Mapping[int, int],
+    rollbacks: Iterable[RollbackRecord] = (),
 ) -> tuple[tuple[TrainedStep, ...], tuple[TrainedStep, ...]]:
     """Split the steps of all incarnations into the current line of history and what was abandoned.
 
-    An incarnation whose first step is `s + 1` hides what earlier incarnations recorded above `s`.
+    An incarnation whose first step is `s + 1` hides what earlier incarnations recorded above `s`, and so does a
+    rollback to `s`.
     """
     line: dict[int, TrainedStep] = {}
     abandoned: list[TrainedStep] = []
@@ -334,6 +343,9 @@ def current_line(
         hidden = [step for step in line if step >= first_steps[incarnation]]
         abandoned += [line.pop(step) for step in sorted(hidden)]
         line |= {step.step: step for step in trained[incarnation]}
+    for rollback in rollbacks:
+        hidden = [step for step, trained_step in line.items() if rollback.hides(step, trained_step.incarnation)]
+        abandoned += [line.pop(step) for step in sorted(hidden)]
     return tuple(line[step] for step in sorted(line)), tuple(abandoned)
 
 
@@ -351,11 +363,17 @@ def deaths_without_progress(events: Iterable[JournalEvent], newest_commit: int |
                 if opened is not None:
                     deaths = 0 if (event.newest_commit or 0) > (opened.newest_commit or 0) else deaths + 1
                 opened = event
-            case RunEnded():
+            case RunEnded() | RolledBack():  # after a rollback the newest commit is older, and that is no failure
                 deaths, opened = 0, None
     if opened is None:
         return 0
     return 0 if (newest_commit or 0) > (opened.newest_commit or 0) else deaths + 1
+
+
+def rolled_back_text(rollback: RollbackRecord | RolledBack) -> str:
+    """For people: `rolled back from step 60 to step 40: the loss went up`."""
+    reason = f": {rollback.reason}" if rollback.reason else ""
+    return f"rolled back from step {rollback.from_step} to step {rollback.to_step}{reason}"
 
 
 def duration_text(seconds: float) -> str:
@@ -434,7 +452,13 @@ class _Reader:
         found = [self.record(key, SegmentRecord) for _, key in self._numbered("segments", r"(\d+)\.json")]
         return tuple(segment for segment in found if segment is not None)
 
-    def commits(self) -> tuple[tuple[CommitRecord, ...], tuple[QuarantineRecord, ...]]:
+    def rollbacks(self) -> tuple[RollbackRecord, ...]:
+        found = [self.record(key, RollbackRecord) for _, key in self._numbered("rollbacks", r"(\d+)\.json")]
+        return tuple(rollback for rollback in found if rollback is not None)
+
+    def commits(
+        self, rollbacks: Sequence[RollbackRecord]
+    ) -> tuple[tuple[CommitRecord, ...], tuple[QuarantineRecord, ...]]:
         """Usable commits, and the quarantine. A quarantine file counts by its name, even if it cannot be read."""
         pattern = r"(\d+)\.(\d+)\.json"
         quarantine_keys = [key for _, key in self._numbered("quarantine", pattern)]
@@ -444,11 +468,14 @@ class _Reader:
             for _, key in self._numbered("commits", pattern)
             if key.rpartition("/")[2] not in quarantined_names
         ]
+        usable = [
+            commit
+            for commit in commits
+            if commit and not any(rollback.hides(commit.step, commit.incarnation) for rollback in rollbacks)
+        ]
         quarantined = [self.record(key, QuarantineRecord) for key in quarantine_keys]
         return (
-            tuple(
-                sorted((commit for commit in commits if commit), key=lambda commit: (commit.step, commit.incarnation))
-            ),
+            tuple(sorted(usable, key=lambda commit: (commit.step, commit.incarnation))),
             tuple(record for record in quarantined if record),
         )
 
@@ -612,6 +639,14 @@ def _spans(
                 group = None
             case Waiting():
                 waiting_since = event.time if waiting_since is None else waiting_since
+            case RolledBack():
+                if waiting_since is not None:
+                    spans.append(Span(Kind.WAITING_FOR_CAPACITY, waiting_since, event.time))
+                if group is not None:  # its controller died over it, and nobody was to take over
+                    mark = last_step_ended.get(group.incarnation, group.time)
+                elif gap is not Kind.STOPPED:
+                    mark = event.time
+                gap, group, waiting_since = Kind.STOPPED, None, None
             case RunEnded():
                 if waiting_since is not None:
                     spans.append(Span(Kind.WAITING_FOR_CAPACITY, waiting_since, event.time))
@@ -670,6 +705,8 @@ def _state(events: Sequence[JournalEvent], *, living: bool) -> tuple[RunState, s
                 state, message = "waiting" if living else "dead", event.reason
             case RunEnded():
                 state, message = event.outcome, event.message
+            case RolledBack():
+                state, message = "stopped", rolled_back_text(event)
             case _:
                 pass
     return state, message
@@ -809,7 +846,7 @@ def _incidents(
                 book.first_step(event)
             case Recovered():
                 book.recovered(event)
-            case RunEnded():
+            case RunEnded() | RolledBack():
                 book.run_ended()
                 running = False
             case _:

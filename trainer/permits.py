@@ -36,11 +36,7 @@ class Permits(Section):
         """Raises RefusedError, naming what was asked for and what is listed."""
         if config.job not in self.jobs:
             raise RefusedError(f"job {config.job!r} is not served here; listed (allow.jobs): {', '.join(self.jobs)}")
-        if not _inside(config.storage, self.storage_roots):
-            raise RefusedError(
-                f"storage {config.storage!r} is not served here; "
-                f"listed (allow.storage_roots): {', '.join(map(str, self.storage_roots))}"
-            )
+        self.check_storage(config.storage)
         # Whether it would be used or not: what a setting names, its next start may use.
         for key, path in (("data.path", config.data.path), ("capacity.trace_path", config.capacity.trace_path)):
             if path is not None and not _inside(path, self.data_roots):
@@ -55,6 +51,14 @@ class Permits(Section):
             raise RefusedError(
                 f"metrics.host {config.metrics.host!r} is not served here; "
                 f"listed (allow.metrics_hosts): {', '.join(self.metrics_hosts) or 'none'}"
+            )
+
+    def check_storage(self, storage: str) -> None:
+        """Raises RefusedError, naming what was asked for and what is listed."""
+        if not _inside(storage, self.storage_roots):
+            raise RefusedError(
+                f"storage {storage!r} is not served here; "
+                f"listed (allow.storage_roots): {', '.join(map(str, self.storage_roots))}"
             )
 
 

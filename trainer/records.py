@@ -119,6 +119,27 @@ class QuarantineRecord(Record):
     found: float
 
 
+class RollbackRecord(Record):
+    """rollbacks/<n>.json: a person gave up what the run had trained beyond a step. Nothing was deleted.
+
+    Whatever incarnations up to `after_incarnation` committed or recorded beyond `to_step` is off the line of history,
+    for good; later incarnations train those steps anew.
+    """
+
+    to_step: int
+    """A committed step: the run goes on from here."""
+    from_step: int
+    """The newest committed step before."""
+    after_incarnation: int
+    """The newest one at that time."""
+    reason: str
+    time: float
+
+    def hides(self, step: int, incarnation: int) -> bool:
+        """Whether this rollback took that step of that incarnation off the line of history."""
+        return step > self.to_step and incarnation <= self.after_incarnation
+
+
 class MetricsRecord(Record):
     """One line of metrics/<incarnation>/<first_step>.jsonl."""
 
@@ -334,6 +355,15 @@ class CheckpointDeleted(Event):
     of_incarnation: int
 
 
+class RolledBack(Event):
+    """See `RollbackRecord`. Nobody trained the run meanwhile."""
+
+    event: Literal["rolled_back"] = "rolled_back"
+    to_step: int
+    from_step: int
+    reason: str
+
+
 class Waiting(Event):
     event: Literal["waiting"] = "waiting"
     usable: int
@@ -373,6 +403,7 @@ JournalEvent = Annotated[
     | CheckpointFailed
     | CheckpointQuarantined
     | CheckpointDeleted
+    | RolledBack
     | Waiting
     | StopRequested
     | RunEnded,

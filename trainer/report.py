@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
-from trainer.history import IncidentView, RunHistory, duration_text
+from trainer.history import IncidentView, RunHistory, duration_text, rolled_back_text
 from trainer.planning.goodput import Kind
 from trainer.records import SegmentRecord
 from trainer.store import Store
@@ -422,6 +422,9 @@ def _summary(history: RunHistory) -> str:
     sentences = [f"The run is **{history.state}** after **{history.step}{of_steps} steps**."]
     if history.message:
         sentences.append(f"It said: {history.message.rstrip('.')}.")
+    told = [text for text in map(rolled_back_text, history.rollbacks) if text != history.message]
+    if told:
+        sentences.append(f"It was {'; '.join(told)}.")
     sentences.append(_loss_sentence(history))
     unplanned = [view for view in history.incidents if not view.planned]
     planned = len(history.incidents) - len(unplanned)

@@ -23,7 +23,7 @@ def made(**schedule: Any) -> Any:
             "runs": [{"name": "one", "config": "run.yaml", "schedule": schedule or None}],
         }
     )
-    everything, one = asyncio.run(deployments([(config.runs[0], RunConfig.model_validate(RUN))]))
+    everything, *_, one = asyncio.run(deployments([(config.runs[0], RunConfig.model_validate(RUN))]))
     return everything, one
 
 
@@ -42,6 +42,31 @@ def test_the_form_shows_every_setting_with_its_description() -> None:
     ):
         assert schema.definitions[model]["properties"][field]["description"] in text
         assert len(schema.definitions[model]["properties"][field]["description"]) > 10
+
+
+def test_the_forms_of_all_flows_are_served_under_names_that_no_run_can_take() -> None:
+    config = ServeConfig.model_validate(
+        {"allow": {"storage_roots": ["runs"]}, "runs": [{"name": "rollback", "config": "run.yaml"}]}
+    )
+    served = asyncio.run(deployments([(config.runs[0], RunConfig.model_validate(RUN))]))
+    assert [(deployment.full_name, deployment.entrypoint) for deployment in served] == [
+        ("train/train", "flows.train.train_run"),
+        ("rollback/rollback", "flows.rollback.rollback"),
+        ("evaluate/evaluate", "flows.evaluate.evaluate"),
+        ("train/rollback", "flows.train.train_run"),
+    ]
+    for deployment in served[1:3]:
+        properties = deployment._parameter_openapi_schema.properties
+        assert all(len(each["description"]) > 5 for each in properties.values())
+        assert properties["run_name"]["pattern"], "a run name must not lead out of the storage"
+
+
+def test_only_what_knows_when_to_stop_is_continued_after_a_crash() -> None:
+    """A rollback asks again, and an evaluation that the machine's memory cannot hold would be tried for ever."""
+    served = asyncio.run(deployments([]))
+    _, crashed = automations(ServeConfig.model_validate({"allow": {"storage_roots": ["runs"]}}))
+    tag = crashed.trigger.match_related.model_dump()["prefect.resource.id"].removeprefix("prefect.tag.")
+    assert [deployment.full_name for deployment in served if tag in deployment.tags] == ["train/train"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainer.errors import ConfigError
 from trainer.jobs.language_model import PRESETS, LanguageModel, LanguageModelParams, _rotary, _rotate, _row_dropout
-from trainer.jobs.protocol import TrainingJob
+from trainer.jobs.protocol import Evaluable, TrainingJob
 from trainer.jobs.registry import make_job
 from trainer.planning.footprint import REMAT_ORDER, Remat
 
@@ -152,6 +152,18 @@ def test_without_dropout_the_keys_are_not_used() -> None:
     (first, _), _ = step(params_of(job.params), tokens, weights, keys)
     (second, _), _ = step(params_of(job.params), tokens, weights, keys[::-1])
     assert first == second
+
+
+def test_it_is_evaluated_without_dropout() -> None:
+    job = tiny(dropout=0.3)
+    assert isinstance(job, Evaluable)
+    params, (tokens, weights, keys) = job.init(jax.random.key(0)), rows()
+
+    def loss(of: TrainingJob) -> float:
+        return float(of.loss(params, {"tokens": tokens}, weights, keys, remat="none")[0])
+
+    assert loss(job.for_evaluation()) == loss(tiny())
+    assert loss(job) != loss(tiny())
 
 
 def test_dropout_drops_the_given_share_and_keeps_the_expected_value() -> None:

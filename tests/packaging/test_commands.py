@@ -18,10 +18,12 @@ from trainer.errors import ShoalError
 COMMANDS = {
     "capacity": ["--hosts", "RUN"],
     "doctor": ["--json", "--storage"],
+    "evaluate": ["--batches", "--data", "--json", "--step", "RUN"],
     "hosts": ["--json", "RUN"],
     "plan": ["--hosts", "--json", "--set", "CONFIG"],
     "pool": ["--hosts", "--json", "[POOL]"],
     "report": ["RUN"],
+    "rollback": ["--dry-run", "--json", "--reason", "--to-step", "--yes", "RUN"],
     "serve": ["--check", "SERVE_CONFIG"],
     "status": ["--json", "RUN"],
     "train": ["--set", "CONFIG"],

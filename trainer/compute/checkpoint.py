@@ -108,14 +108,19 @@ class Checkpointer:
                 self._idle.set()
 
 
-def restore(path: Path, abstract_state: PyTree) -> PyTree:
+def restore(path: Path, abstract_state: PyTree, *, partial: bool = False) -> PyTree:
     """Read a checkpoint onto the shardings of `abstract_state` (jax.ShapeDtypeStruct leaves), each process its part.
+
+    `partial`: the checkpoint may hold more than is asked for, which is then not read.
 
     Raises:
         ValueError: the saved tree differs from `abstract_state`.
     """
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract_state)
-    state = checkpointer.restore(path, args=ocp.args.PyTreeRestore(item=abstract_state, restore_args=restore_args))
+    state = checkpointer.restore(
+        path,
+        args=ocp.args.PyTreeRestore(item=abstract_state, restore_args=restore_args, partial_restore=partial),
+    )
     jax.block_until_ready(state)
     return state

@@ -2,7 +2,7 @@
 
     python -P -m trainer.compute.describe [--no-data] < config.json
 
-Prints a `JobDescription` and exits 0, or a `DescriptionFailure` and exits 3.
+Prints a `JobDescription` and exits 0, or a `JobFailure` and exits 3.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import traceback
 
 from trainer.compute.train_state import (
     abstract_train_state,
@@ -20,8 +19,7 @@ from trainer.compute.train_state import (
     state_axes,
 )
 from trainer.config import RunConfig
-from trainer.description import DescriptionFailure, JobDescription
-from trainer.errors import ConfigError, DataError, UserCodeError
+from trainer.description import JobDescription, JobFailure
 from trainer.jobs.registry import make_job, resolve
 from trainer.records import DataRecord
 
@@ -59,16 +57,9 @@ def main() -> int:
     try:
         # A job may print; stdout carries the answer alone.
         with contextlib.redirect_stdout(sys.stderr):
-            answer: JobDescription | DescriptionFailure = describe(config, with_data=with_data)
-    except ConfigError as error:
-        answer = DescriptionFailure(kind="config", message=str(error))
-    except DataError as error:
-        answer = DescriptionFailure(kind="data", message=str(error), details=error.details)
-    except UserCodeError as error:
-        answer = DescriptionFailure(kind="user", message=str(error), details=error.details)
-    except Exception as error:  # noqa: BLE001  whatever the user's code raises is theirs to see, in one line and whole
-        message = f"job {config.job!r} cannot be described: {type(error).__name__}: {error}"
-        answer = DescriptionFailure(kind="user", message=message, details=traceback.format_exc())
+            answer: JobDescription | JobFailure = describe(config, with_data=with_data)
+    except Exception as error:  # noqa: BLE001  see JobFailure.of
+        answer = JobFailure.of(error, f"job {config.job!r} cannot be described")
     print(answer.model_dump_json())
     return 0 if isinstance(answer, JobDescription) else 3
 

@@ -1,7 +1,8 @@
 """The checkpoints of a run: commit, verify, choose, retain, set aside.
 
-A checkpoint is usable when its commit record exists, no quarantine record names it, and every file it lists has the
-size and the crc32c it had when it was committed. Only the lease-holding controller writes or deletes here.
+A checkpoint is usable when its commit record exists, no quarantine record names it, no rollback has abandoned it, and
+every file it lists has the size and the crc32c it had when it was committed. Only the lease-holding controller writes
+or deletes here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import google_crc32c
 import pydantic
 
 from trainer.errors import StorageError
-from trainer.records import CommitRecord, FileRecord, QuarantineRecord, to_json
+from trainer.records import CommitRecord, FileRecord, QuarantineRecord, RollbackRecord, to_json
 from trainer.store import LocalStore, checkpoint_path
 
 _CHUNK = 4 * 2**20
@@ -33,7 +34,49 @@ class Catalog:
         self._store = store
 
     def commits(self) -> list[CommitRecord]:
-        """All readable commit records that are not quarantined, newest step first, then newest incarnation."""
+        """The readable commit records of the current line of history that are not quarantined.
+
+        Newest step first, then newest incarnation.
+
+        Raises:
+            StorageError: as `rollbacks`.
+        """
+        rollbacks = self.rollbacks()
+        return [
+            record
+            for record in self._committed()
+            if not any(rollback.hides(record.step, record.incarnation) for rollback in rollbacks)
+        ]
+
+    def rollbacks(self) -> list[RollbackRecord]:
+        """Oldest first.
+
+        Raises:
+            StorageError: one cannot be read. Without it abandoned checkpoints would be used again.
+        """
+        found = []
+        for number in self._rollback_numbers():
+            key = _rollback_key(number)
+            try:
+                found.append(RollbackRecord.model_validate_json(self._store.read(key) or b""))
+            except pydantic.ValidationError as error:
+                raise StorageError(
+                    f"{self._store.location}/{key} cannot be read: {error.errors()[0]['msg']}. It says which "
+                    "checkpoints were abandoned; move it away to use them again"
+                ) from error
+        return found
+
+    def roll_back(self, record: RollbackRecord) -> None:
+        """Abandon what `record` says, from now on."""
+        number = 1 + max(self._rollback_numbers(), default=0)
+        self._store.write(_rollback_key(number), to_json(record, indent=1))
+
+    def _rollback_numbers(self) -> list[int]:
+        stems = [name.removesuffix(".json") for name in self._store.names("rollbacks") if name.endswith(".json")]
+        return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+    def _committed(self) -> list[CommitRecord]:
+        """Of every line of history."""
         quarantined = {name.removesuffix(".json") for name in self._store.names("quarantine")}
         records = []
         for name in self._store.names("commits"):
@@ -95,7 +138,10 @@ class Catalog:
         self._store.write(f"quarantine/{record.step}.{record.incarnation}.json", to_json(note, indent=1))
 
     def expired(self, retention: Retention) -> list[CommitRecord]:
-        """Committed checkpoints that need not be kept. Never the newest."""
+        """Committed checkpoints of the current line of history that need not be kept. Never the newest.
+
+        What a rollback abandoned neither counts nor expires.
+        """
         commits = self.commits()
         steps = sorted({record.step for record in commits}, reverse=True)
         kept = set(steps[: retention.keep_last_n])
@@ -118,6 +164,10 @@ class Catalog:
             raise StorageError(f"cannot read {self._store.path(key)}: {error.strerror}") from error
         digest: bytes = checksum.hexdigest()
         return digest.decode()
+
+
+def _rollback_key(number: int) -> str:
+    return f"rollbacks/{number}.json"
 
 
 def _commit_key(record: CommitRecord) -> str:

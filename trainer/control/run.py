@@ -11,7 +11,7 @@ from trainer.config import RunConfig, differing_keys
 from trainer.control.catalog import Catalog
 from trainer.control.providers import check_provider
 from trainer.description import JobDescription, describe_job
-from trainer.errors import DataError, PlanError, RunMismatchError, StorageError
+from trainer.errors import DataError, PlanError, RefusedError, RunMismatchError, StorageError
 from trainer.planning.topology import check_minimum
 from trainer.records import SCHEMA_VERSION, RunRecord, to_json
 from trainer.store import LocalStore, run_store
@@ -28,6 +28,15 @@ class OpenedRun:
     """With what is fixed for the life of the run filled in from `run.json`."""
     record: RunRecord
     resumed: bool
+
+
+def check_is_run(store: LocalStore) -> None:
+    """Raises RefusedError if there is no run in this directory."""
+    if store.read(RUN_KEY) is None:
+        raise RefusedError(
+            f"{store.location} is not a run directory: it holds no {RUN_KEY} (a run that was just started needs some "
+            "seconds to write it)"
+        )
 
 
 def read_run(store: LocalStore) -> RunRecord | None:

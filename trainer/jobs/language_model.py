@@ -162,6 +162,10 @@ class LanguageModel:
         losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT1[:, 1:])
         return jnp.sum(weights * losses_BxT.mean(axis=1)), jnp.sum(weights)
 
+    def for_evaluation(self) -> LanguageModel:
+        """Without dropout."""
+        return LanguageModel(self.params.model_copy(update={"dropout": 0.0}))
+
     def data(self, path: str | None) -> TextSource:
         return TextSource(path, seq_len=self.shape.seq_len)
 

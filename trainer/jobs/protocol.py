@@ -85,3 +85,12 @@ class TrainingJob(Protocol):
     def activation_bytes_per_row(self) -> Mapping[Remat, int]:
         """Peak bytes kept for the backward pass of one row, per rematerialization policy."""
         ...
+
+
+@runtime_checkable
+class Evaluable(Protocol):
+    """What a job may offer besides, if it trains with something that it should not be judged with."""
+
+    def for_evaluation(self) -> TrainingJob:
+        """The same job as it is to be evaluated, such as without dropout. Its parameters have the same shapes."""
+        ...
