@@ -81,7 +81,10 @@ class ServeConfig(Section):
     heartbeat_seconds: int = Field(default=30, ge=30)
     """Between two signs of life of a flow process; Prefect allows no less than 30."""
     lost_after_seconds: int = Field(default=120, ge=100)
-    """A flow run that gave no sign of life for this long is taken for dead and continued."""
+    """A flow run that gave no sign of life for this long is taken for dead."""
+    continue_crashed: bool = True
+    """Whether a flow run whose process died is continued without a person. False: it stays Crashed until somebody
+    presses Retry."""
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.harness import Run, assert_complete, down_times, wait_until
+from tests.multiprocess.service import Service
 from trainer.processes import tethered
 
 START_SECONDS = 120.0
@@ -96,6 +97,22 @@ def new_run(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..
     for run in made:
         run.clean_up()
         print(down_times(run))
+
+
+@pytest.fixture
+def new_service(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..., Service]]:
+    """Makes services that offer runs, each with a server of its own; their processes are ended after the test."""
+    made: list[Service] = []
+
+    def new(runs: dict[str, Run], **settings: Any) -> Service:
+        home = {"PREFECT_HOME": str(tmp_path / "prefect-home")}
+        service = Service(tmp_path / f"service-{len(made)}", {**environment, **home}, runs, **settings)
+        made.append(service)
+        return service
+
+    yield new
+    for service in made:
+        service.clean_up()
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -18,21 +16,6 @@ from trainer.records import CheckpointCommitted, RunEnded, RunOpened
 from trainer.store import LocalStore
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def new_service(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..., Service]]:
-    made: list[Service] = []
-
-    def new(runs: dict[str, Run], **settings: Any) -> Service:
-        home = {"PREFECT_HOME": str(tmp_path / "prefect-home")}
-        service = Service(tmp_path / f"service-{len(made)}", {**environment, **home}, runs, **settings)
-        made.append(service)
-        return service
-
-    yield new
-    for service in made:
-        service.clean_up()
 
 
 def assert_complete(run: Run) -> None:
