@@ -72,8 +72,8 @@ class ServeConfig(Section):
     port: int = Field(default=4200, ge=1, le=65535)
     """Of the Prefect server: its UI and its API."""
     database_url: str | None = None
-    """Of the Prefect server, for example `postgresql+asyncpg://user:password@host/prefect`. None: SQLite in
-    PREFECT_HOME."""
+    """Of the Prefect server, for example `postgresql+asyncpg://user:password@host/prefect`. None: what the
+    environment says in PREFECT_SERVER_DATABASE_CONNECTION_URL, or else SQLite in PREFECT_HOME."""
     max_flow_runs: int = Field(default=4, ge=1)
     """Flow runs at the same time."""
     poll_seconds: float = Field(default=2.0, ge=1)
