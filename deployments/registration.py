@@ -42,6 +42,8 @@ TAG = "shoal"
 """On every deployment of a service. The automations act on flow runs that carry it, and on no others."""
 CONTINUED_TAG = "shoal-continued"
 """On those whose flow runs are started again when their process died: they know when to stop trying."""
+AUTOMATION_PREFIX = "shoal: "
+"""Begins the name of every automation of a service."""
 _PAGE = 200
 
 
@@ -105,7 +107,7 @@ async def scale_up_deployment(config: ServeConfig, pool: str) -> RunnerDeploymen
         schedule=Interval(datetime.timedelta(seconds=config.look_at_pool_seconds), timezone="UTC"),
         triggers=[
             DeploymentEventTrigger(
-                name=f"shoal: grow when pool {pool} can",
+                name=f"scale-up when pool {pool} can grow",
                 description="A hint: what is done depends on what the flow finds.",
                 match={"prefect.resource.id": pool_resource(pool), GROWTH_LABEL: "possible"},
                 expect={CAPACITY_CHANGED},
@@ -157,60 +159,65 @@ _NO_LONGER_BEATING = (
 
 def automations(config: ServeConfig) -> list[AutomationCore]:
     """What notices a flow process that died, and has its run continued."""
-    return [
-        AutomationCore(
-            name="shoal: no sign of life",
-            description=f"A flow run of Shoal that was Running and gave no sign of life for {config.lost_after_seconds}"
-            " s is Crashed: its machine or its runner is gone.",
-            trigger=EventTrigger(
-                match=_FLOW_RUNS,
-                match_related=_tagged(TAG),
-                for_each={"prefect.resource.id"},
-                after={"prefect.flow-run.Running", "prefect.flow-run.heartbeat"},
-                expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{name}" for name in _NO_LONGER_BEATING)},
-                posture=Posture.Proactive,
-                threshold=1,
-                within=datetime.timedelta(seconds=config.lost_after_seconds),
-            ),
-            actions=[
-                ChangeFlowRunState(
-                    name=None,
-                    state=StateType.CRASHED,
-                    force=False,
-                    message=f"No sign of life for {config.lost_after_seconds} s.",
-                )
-            ],
+    return [no_sign_of_life(config.lost_after_seconds), *([CONTINUE_CRASHED] if config.continue_crashed else [])]
+
+
+def no_sign_of_life(seconds: int) -> AutomationCore:
+    return AutomationCore(
+        name=f"{AUTOMATION_PREFIX}no sign of life",
+        description=f"A flow run of Shoal that was Running and gave no sign of life for {seconds} s is Crashed: its "
+        "machine or its runner is gone.",
+        trigger=EventTrigger(
+            match=_FLOW_RUNS,
+            match_related=_tagged(TAG),
+            for_each={"prefect.resource.id"},
+            after={"prefect.flow-run.Running", "prefect.flow-run.heartbeat"},
+            expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{name}" for name in _NO_LONGER_BEATING)},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=datetime.timedelta(seconds=seconds),
         ),
-        AutomationCore(
-            name="shoal: continue what crashed",
-            description="A flow run that trains and whose process died is scheduled again and goes on from its newest "
-            "good state. Without progress that ends after elastic.max_failures: the flow itself then fails.",
-            trigger=EventTrigger(
-                match=_FLOW_RUNS,
-                match_related=_tagged(CONTINUED_TAG),
-                for_each={"prefect.resource.id"},
-                expect={"prefect.flow-run.Crashed"},
-                posture=Posture.Reactive,
-                threshold=1,
-                within=datetime.timedelta(seconds=0),
-            ),
-            actions=[
-                ChangeFlowRunState(
-                    name=None, state=StateType.SCHEDULED, force=False, message="Its process died; continued by Shoal."
-                )
-            ],
-        ),
-    ]
+        actions=[
+            ChangeFlowRunState(
+                name=None, state=StateType.CRASHED, force=False, message=f"No sign of life for {seconds} s."
+            )
+        ],
+    )
+
+
+CONTINUE_CRASHED = AutomationCore(
+    name=f"{AUTOMATION_PREFIX}continue what crashed",
+    description="A flow run that trains and whose process died is scheduled again and goes on from its newest good "
+    "state. Without progress that ends after elastic.max_failures: the flow itself then fails.",
+    trigger=EventTrigger(
+        match=_FLOW_RUNS,
+        match_related=_tagged(CONTINUED_TAG),
+        for_each={"prefect.resource.id"},
+        expect={"prefect.flow-run.Crashed"},
+        posture=Posture.Reactive,
+        threshold=1,
+        within=datetime.timedelta(seconds=0),
+    ),
+    actions=[
+        ChangeFlowRunState(
+            name=None, state=StateType.SCHEDULED, force=False, message="Its process died; continued by Shoal."
+        )
+    ],
+)
 
 
 async def register_automations(client: PrefectClient, wanted: Sequence[AutomationCore]) -> None:
-    """Create them, or bring those of the same name up to date."""
+    """Create them, bring those of the same name up to date, and delete those of ours that are no longer wanted."""
+    existing = {automation.name: automation.id for automation in await client.read_automations(limit=_PAGE)}
     for automation in wanted:
-        existing = await client.find_automation(automation.name)
-        if existing is None:
+        known = existing.pop(automation.name, None)
+        if known is None:
             await client.create_automation(automation)
         else:
-            await client.update_automation(existing.id, automation)
+            await client.update_automation(known, automation)
+    for name, identity in existing.items():
+        if name.startswith(AUTOMATION_PREFIX):
+            await client.delete_automation(identity)
 
 
 # --- what a service finds when it starts ------------------------------------------------------------------------------

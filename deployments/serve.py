@@ -41,6 +41,17 @@ Say = Callable[[str], None]
 SERVICE_VARIABLE = "SHOAL_SERVICE"
 """In the environment of everything that a runner starts: which service it belongs to."""
 PYTHON = (sys.executable, "-P", "-m")
+DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+PREFECT_SETTINGS = {
+    # Offline and without telemetry, whatever the user's Prefect profile says.
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    # A flow run that ends while the server is away must still get its final state. The waits double, from 2 s on: ten
+    # of them reach over half an hour.
+    "PREFECT_CLIENT_MAX_RETRIES": "10",
+    # In memory, a restart of the server would lose who holds a concurrency slot, for good.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+}
 
 _FIRST_BACK_OFF_SECONDS = 1.0
 _MOST_BACK_OFF_SECONDS = 30.0
@@ -114,7 +125,9 @@ async def serve(path: Path, config: ServeConfig, say: Say, *, drain_seconds: flo
     service = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="shoal-serve-") as temporary:
         logs = Path(temporary)
-        environment = {**os.environ, **prefect_settings(config), "PREFECT_API_URL": api_url}
+        environment = {**os.environ, **PREFECT_SETTINGS, "PREFECT_API_URL": api_url}
+        if config.database_url is not None:
+            environment[DATABASE_VARIABLE] = config.database_url
         server = Supervised(
             "the Prefect server",
             [*PYTHON, "prefect", "server", "start", "--host", config.host, "--port", str(config.port)],
@@ -122,7 +135,9 @@ async def serve(path: Path, config: ServeConfig, say: Say, *, drain_seconds: flo
             logs / "server.log",
             say,
         )
-        pool = pool_keeper(path, config.pool, environment, logs, say) if config.pool is not None else None
+        # The password of the database is the server's business alone: what jobs do is up to their authors.
+        of_jobs = {name: value for name, value in environment.items() if name != DATABASE_VARIABLE}
+        pool = pool_keeper(path, config.pool, of_jobs, logs, say) if config.pool is not None else None
         # Prefect starts flow processes with `-m`, which would put a `tasks/` of the user's directory before ours.
         # A temporary directory of its own, because nobody cleans up behind a runner that is killed.
         (logs / "tmp").mkdir()
@@ -130,7 +145,7 @@ async def serve(path: Path, config: ServeConfig, say: Say, *, drain_seconds: flo
         runner = Supervised(
             "the runner",
             [*PYTHON, "deployments.runner", str(path)],
-            {**environment, **of_flows, **({POOL_VARIABLE: pool_id(path)} if pool is not None else {})},
+            {**of_jobs, **of_flows, **({POOL_VARIABLE: pool_id(path)} if pool is not None else {})},
             logs / "runner.log",
             say,
         )
@@ -174,22 +189,6 @@ def pool_keeper(path: Path, config: PoolConfig, environment: Mapping[str, str], 
 def pool_id(path: Path) -> str:
     """The same each time a service is started from this configuration: hosts that a dead one left are found again."""
     return f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:6]}"
-
-
-def prefect_settings(config: ServeConfig) -> dict[str, str]:
-    """Offline and without telemetry, whatever the user's Prefect profile says."""
-    settings = {
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
-        # A flow run that ends while the server is away must still get its final state. The waits double, from 2 s on:
-        # ten of them reach over half an hour.
-        "PREFECT_CLIENT_MAX_RETRIES": "10",
-        # In memory, a restart of the server would lose who holds a concurrency slot, for good.
-        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-    }
-    if config.database_url is not None:
-        settings["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = config.database_url
-    return settings
 
 
 def answers(api_url: str) -> bool:

@@ -76,8 +76,8 @@ class ServeConfig(Section):
     port: int = Field(default=4200, ge=1, le=65535)
     """Of the Prefect server: its UI and its API."""
     database_url: str | None = None
-    """Of the Prefect server, for example `postgresql+asyncpg://user:password@host/prefect`. None: SQLite in
-    PREFECT_HOME."""
+    """Of the Prefect server, for example `postgresql+asyncpg://user:password@host/prefect`. None: what the
+    environment says in PREFECT_SERVER_DATABASE_CONNECTION_URL, or else SQLite in PREFECT_HOME."""
     max_flow_runs: int = Field(default=8, ge=1)
     """Flow runs at the same time, of all deployments together."""
     poll_seconds: float = Field(default=2.0, ge=1)
@@ -85,7 +85,10 @@ class ServeConfig(Section):
     heartbeat_seconds: int = Field(default=30, ge=30)
     """Between two signs of life of a flow process; Prefect allows no less than 30."""
     lost_after_seconds: int = Field(default=120, ge=100)
-    """A flow run that gave no sign of life for this long is taken for dead and continued."""
+    """A flow run that gave no sign of life for this long is taken for dead."""
+    continue_crashed: bool = True
+    """Whether a flow run whose process died is continued without a person. False: it stays Crashed until somebody
+    presses Retry."""
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -90,6 +90,14 @@ def test_an_interval_keeps_its_grid_over_a_restart() -> None:
     assert one.schedules[0].schedule.anchor_date == again.schedules[0].schedule.anchor_date
 
 
+def test_what_crashed_is_continued_unless_that_is_switched_off() -> None:
+    allow = {"storage_roots": ["runs"]}
+    continued = automations(ServeConfig.model_validate({"allow": allow}))
+    left_alone = automations(ServeConfig.model_validate({"allow": allow, "continue_crashed": False}))
+    assert [automation.name for automation in left_alone] == ["shoal: no sign of life"]
+    assert {automation.name for automation in continued} == {"shoal: no sign of life", "shoal: continue what crashed"}
+
+
 def test_a_run_that_waits_is_not_taken_for_dead() -> None:
     config = ServeConfig.model_validate({"allow": {"storage_roots": ["runs"]}, "lost_after_seconds": 150})
     silent, crashed = automations(config)
