@@ -135,9 +135,7 @@ def render_growth(growths: list[Growth], *, changed: float, began: float) -> str
         else:
             lines.append(f"| the last step before (training goes on until then) | {_last_step(grown) - changed:.2f} |")
             lines += [f"| … {phase}, lasts | {seconds:.2f} |" for phase, seconds in grown.phases.items()]
-            lines.append(
-                f"| the first step on {grown.to_hosts} hosts, from step {grown.step} | {grown.time - changed:.2f} |"
-            )
+            lines.append(f"| the first step on {grown.to_hosts} hosts | {grown.time - changed:.2f} |")
             lines += ["", f"Steps lost: {grown.step - grown.resumed_from}. Down time: {grown.down_seconds:.2f} s."]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
