@@ -17,7 +17,14 @@ from pathlib import Path
 from prefect.client.orchestration import get_client
 from prefect.runner import Runner
 
-from deployments.registration import automations, deployments, register_automations, tidy_flow_runs
+from deployments.registration import (
+    alerts,
+    automations,
+    deployments,
+    notification_block_id,
+    register_automations,
+    tidy_flow_runs,
+)
 from deployments.serve_config import load_serve_config, load_served_runs
 from trainer.permits import PERMITS_VARIABLE
 
@@ -41,7 +48,12 @@ async def run(path: Path) -> None:
             LOG.info(line)
         for deployment in wanted:
             await runner.aadd_deployment(deployment)
-        await register_automations(client, automations(config))
+        block = None
+        if (name := config.alerts.notification_block) is not None:
+            block = await notification_block_id(client, name)
+            if block is None:  # no reason to train nothing
+                LOG.warning("alerts.notification_block: the server has no block %s; alerts are in its event feed", name)
+        await register_automations(client, [*automations(config), *alerts(config.alerts, block)])
     LOG.info("serving %s", ", ".join(deployment.full_name for deployment in wanted))
     await runner.start()
 
