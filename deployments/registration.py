@@ -307,6 +307,8 @@ async def tidy_flow_runs(client: PrefectClient, served: Sequence[str]) -> list[s
     for deployment in await client.read_deployments(
         deployment_filter=DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG])), limit=_PAGE
     ):
+        if deployment.work_pool_name is not None:
+            continue  # of prefect.yaml: Prefect workers see to its flow runs
         of_deployment = FlowRunFilterDeploymentId(any_=[deployment.id])
         if deployment.name not in served:
             await client.delete_deployment(deployment.id)
