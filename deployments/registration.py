@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import (
@@ -24,18 +25,20 @@ from prefect.client.schemas.objects import (
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events import DeploymentEventTrigger, Posture
-from prefect.events.actions import ChangeFlowRunState
+from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
+from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron, Interval, Schedule
 from prefect.states import Cancelled, Scheduled
 from prefect.types.entrypoint import EntrypointType
 
 from deployments.capacity_events import CAPACITY_CHANGED, GROWTH_LABEL, pool_resource
-from deployments.serve_config import ScheduleConfig, ServeConfig, ServedRun
+from deployments.serve_config import AlertsConfig, ScheduleConfig, ServeConfig, ServedRun
 from flows.evaluate import evaluate
 from flows.rollback import rollback
 from flows.scale import scale_up
 from flows.train import train_run
+from tasks import events
 from trainer.config import RunConfig
 
 TAG = "shoal"
@@ -206,6 +209,117 @@ CONTINUE_CRASHED = AutomationCore(
 )
 
 
+# --- alerts -----------------------------------------------------------------------------------------------------------
+
+_RUNS: dict[str, str | list[str]] = {"prefect.resource.id": f"{events.RESOURCE_PREFIX}*"}
+_EACH_RUN = {"prefect.resource.id"}
+_HOUR = datetime.timedelta(hours=1)
+
+
+def alerts(config: AlertsConfig, notification_block: UUID | None) -> list[AutomationCore]:
+    """What tells somebody to look, one automation for each kind that is switched on."""
+    action = alert_action(notification_block)
+    found = []
+    if (incidents := config.incidents_per_hour) is not None:
+        found.append(
+            AutomationCore(
+                name=f"{AUTOMATION_PREFIX}alert, incidents",
+                description=f"{incidents} incidents of one run within an hour.",
+                trigger=EventTrigger(
+                    match=_RUNS, for_each=_EACH_RUN, expect={events.INCIDENT}, threshold=incidents, within=_HOUR
+                ),
+                actions=[action],
+            )
+        )
+    if (bound := config.goodput_below) is not None:
+        # Labels can be compared for equality only, so every percentage below the bound is listed.
+        percentages = [str(percent) for percent in range(101) if percent < 100 * bound]
+        found.append(
+            AutomationCore(
+                name=f"{AUTOMATION_PREFIX}alert, low goodput",
+                description=f"Less than {bound:.0%} of the time of a run became steps.",
+                trigger=EventTrigger(
+                    match=_RUNS | {events.GOODPUT_LABEL: percentages},
+                    for_each=_EACH_RUN,
+                    expect={events.GOODPUT},
+                    within=_HOUR,
+                ),
+                actions=[action],
+            )
+        )
+    if (seconds := config.no_progress_seconds) is not None:
+        found.append(
+            AutomationCore(
+                name=f"{AUTOMATION_PREFIX}alert, no progress",
+                description=f"A run that does not wait for capacity committed nothing for {seconds:.0f} s.",
+                trigger=EventTrigger(
+                    match=_RUNS,
+                    for_each=_EACH_RUN,
+                    after={events.STARTED, events.RESUMED, events.PROGRESS},
+                    expect={events.PROGRESS, events.WAITING, events.ENDED},
+                    posture=Posture.Proactive,
+                    within=datetime.timedelta(seconds=seconds),
+                ),
+                actions=[action],
+            )
+        )
+    if (seconds := config.waiting_seconds) is not None:
+        found.append(
+            AutomationCore(
+                name=f"{AUTOMATION_PREFIX}alert, waiting",
+                description=f"A run waited for capacity for {seconds:.0f} s.",
+                trigger=EventTrigger(
+                    match=_RUNS,
+                    for_each=_EACH_RUN,
+                    after={events.WAITING},
+                    expect={events.RESUMED, events.ENDED},
+                    posture=Posture.Proactive,
+                    within=datetime.timedelta(seconds=seconds),
+                ),
+                actions=[action],
+            )
+        )
+    if config.failed_actions:
+        found.append(
+            AutomationCore(
+                name=f"{AUTOMATION_PREFIX}alert, failed action",
+                description="An automation could not act.",
+                # Its own notification may be what failed: within an hour that leads to no second one.
+                trigger=EventTrigger(
+                    match={"prefect.resource.id": "prefect.automation.*"},
+                    for_each={"prefect.resource.id"},
+                    expect={"prefect.automation.action.failed"},
+                    within=_HOUR,
+                ),
+                actions=[action],
+            )
+        )
+    return found
+
+
+def alert_action(notification_block: UUID | None) -> DoNothing | SendNotification:
+    """Prefect shows each automation that was triggered in its event feed; an automation must have an action, though."""
+    if notification_block is None:
+        return DoNothing()
+    return SendNotification(
+        block_document_id=notification_block,
+        subject="{{ automation.name }}",
+        body="{{ automation.description }}\n\n{{ event.resource.name or event.resource.id }}: {{ event.payload }}",
+    )
+
+
+async def notification_block_id(client: PrefectClient, name: str) -> UUID | None:
+    """Of a block `type/name`, or None if there is none on this server."""
+    block_type, _, block_name = name.partition("/")
+    try:
+        return (await client.read_block_document_by_name(block_name, block_type, include_secrets=False)).id
+    except ObjectNotFound:
+        return None
+
+
+# --- registering ------------------------------------------------------------------------------------------------------
+
+
 async def register_automations(client: PrefectClient, wanted: Sequence[AutomationCore]) -> None:
     """Create them, bring those of the same name up to date, and delete those of ours that are no longer wanted."""
     existing = {automation.name: automation.id for automation in await client.read_automations(limit=_PAGE)}
@@ -214,10 +328,15 @@ async def register_automations(client: PrefectClient, wanted: Sequence[Automatio
         if known is None:
             await client.create_automation(automation)
         else:
-            await client.update_automation(known, automation)
+            await client.update_automation(known, _with_all_fields_set(automation))
     for name, identity in existing.items():
         if name.startswith(AUTOMATION_PREFIX):
             await client.delete_automation(identity)
+
+
+def _with_all_fields_set(automation: AutomationCore) -> AutomationCore:
+    """To update one, Prefect's client leaves out what was not set: the types of its trigger and actions too."""
+    return AutomationCore.model_validate(automation.model_dump(exclude={"owner_resource"}))
 
 
 # --- what a service finds when it starts ------------------------------------------------------------------------------
@@ -237,6 +356,8 @@ async def tidy_flow_runs(client: PrefectClient, served: Sequence[str]) -> list[s
     for deployment in await client.read_deployments(
         deployment_filter=DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG])), limit=_PAGE
     ):
+        if deployment.work_pool_name is not None:
+            continue  # of prefect.yaml: Prefect workers see to its flow runs
         of_deployment = FlowRunFilterDeploymentId(any_=[deployment.id])
         flow = await client.read_flow(deployment.flow_id)
         name = f"{flow.name}/{deployment.name}"

@@ -19,8 +19,10 @@ from prefect.runner import Runner
 
 from deployments.capacity_events import tell_capacity_changes
 from deployments.registration import (
+    alerts,
     automations,
     deployments,
+    notification_block_id,
     register_automations,
     scale_up_deployment,
     tidy_flow_runs,
@@ -51,7 +53,12 @@ async def run(path: Path) -> None:
             LOG.info(line)
         for deployment in wanted:
             await runner.aadd_deployment(deployment)
-        await register_automations(client, automations(config))
+        block = None
+        if (name := config.alerts.notification_block) is not None:
+            block = await notification_block_id(client, name)
+            if block is None:  # no reason to train nothing
+                LOG.warning("alerts.notification_block: the server has no block %s; alerts are in its event feed", name)
+        await register_automations(client, [*automations(config), *alerts(config.alerts, block)])
     LOG.info("serving %s", ", ".join(deployment.full_name for deployment in wanted))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(runner.start())

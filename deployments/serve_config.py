@@ -60,6 +60,24 @@ class ServedRun(Section):
     """None: it starts when somebody starts it."""
 
 
+class AlertsConfig(Section):
+    """When somebody should look at a run. Each alert is an automation; None switches one off."""
+
+    incidents_per_hour: int | None = Field(default=6, ge=1)
+    """This many incidents of one run within an hour."""
+    goodput_below: float | None = Field(default=0.5, gt=0, le=1)
+    """Goodput of one run since its flow run began to train, looked at from ten minutes on. At most once an hour."""
+    no_progress_seconds: float | None = Field(default=3600, ge=10)
+    """A run that does not wait for capacity committed nothing for this long."""
+    waiting_seconds: float | None = Field(default=1800, ge=10)
+    """A run waited for capacity this long."""
+    failed_actions: bool = True
+    """An automation of this server, of whatever kind, could not act. At most once an hour for each."""
+    notification_block: str | None = Field(default=None, pattern=r"^[a-z0-9-]+/[a-z0-9-]+$")
+    """Prefect block that sends them, as `type/name`, for example `slack-webhook/training`. None: they are shown in the
+    UI's event feed only."""
+
+
 class ServeConfig(Section):
     """Everything that `shoal serve` needs to know."""
 
@@ -89,6 +107,7 @@ class ServeConfig(Section):
     continue_crashed: bool = True
     """Whether a flow run whose process died is continued without a person. False: it stays Crashed until somebody
     presses Retry."""
+    alerts: AlertsConfig = AlertsConfig()
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -1,4 +1,4 @@
-"""What a person sees of a run in the Prefect UI: live progress, an overview after each incident, and a true state.
+"""What a person sees of a run in the Prefect UI: live progress, an overview after each incident, a true state, events.
 
 Training never waits for Prefect. The run's journal is heard without blocking; a thread of its own tells Prefect the
 newest state every few seconds. What could not be told is dropped, not queued: the next telling says what is true then.
@@ -22,11 +22,13 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Running
 
+from tasks.events import RESOURCE_PREFIX, RunEvent, RunEvents
 from trainer import records
 from trainer.control.journal import listening
 from trainer.control.run import OpenedRun
@@ -66,6 +68,9 @@ class Board(Protocol):
     def rename_running_state(self, name: str, message: str) -> None:
         """Give the state of a flow run that runs another name."""
 
+    def publish(self, run_name: str, event: RunEvent) -> None:
+        """Hand an event over. Does not block; an event that cannot be delivered is lost."""
+
 
 class Watcher:
     """A journal listener that shows a run on a board. Use as a context manager; controllers are made inside it."""
@@ -86,12 +91,14 @@ class Watcher:
         self._interval_seconds = interval_seconds
         self._closing_seconds = closing_seconds
         self._progress = LiveProgress(steps)
+        self._events = RunEvents()
         self._listening = listening(self)
         # The thread sees the settings and the flow run of whoever makes the watcher.
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._tell_until_closed,), daemon=True)
         self._news = threading.Event()
         self._closing = threading.Event()
+        self._run_is_anothers = False
         self._resumed = False
         self._overview_due = threading.Event()
         self._overview_told_at = -_OVERVIEW_INTERVAL_SECONDS
@@ -114,7 +121,8 @@ class Watcher:
         deadline = time.monotonic() + self._closing_seconds
         self.let_go_of_state()
         # Who lost the lease knows no more of the run, and who leaves in a hurry is followed by one who goes on.
-        if kind is None or (issubclass(kind, ShoalError) and not issubclass(kind, LeaseError)):
+        self._run_is_anothers = kind is not None and issubclass(kind, LeaseError)
+        if kind is None or (issubclass(kind, ShoalError) and not self._run_is_anothers):
             self._overview_due.set()
         else:
             self._overview_due.clear()
@@ -136,6 +144,7 @@ class Watcher:
 
     def __call__(self, item: JournalEvent | MetricsRecord) -> None:
         self._progress.update(item)
+        self._events.hear(item)
         match item:
             case records.RunOpened():
                 self._resumed = item.resumed
@@ -165,7 +174,9 @@ class Watcher:
 
     def _tell(self, board: Board) -> None:
         try:
-            view = self._progress.look(time.monotonic())
+            now = time.monotonic()
+            view = self._progress.look(now)
+            self._tell_events(board, view, now)
             self._tell_state(board, view)
             self._tell_progress(board, view)
             self._tell_overview(board)
@@ -177,6 +188,13 @@ class Watcher:
             LOG.warning("no overview for the Prefect UI: %s", error)
         else:
             self._away = False
+
+    def _tell_events(self, board: Board, view: ProgressView, now: float) -> None:
+        events = self._events.due(view, now)
+        if self._closing.is_set() and not self._run_is_anothers:
+            events += self._events.ended(view)
+        for event in events:
+            board.publish(self._run_name, event)
 
     def _tell_state(self, board: Board, view: ProgressView) -> None:
         waiting = view.activity == "waiting for capacity"
@@ -260,7 +278,7 @@ def _cell(text: str) -> str:
 
 
 class PrefectBoard:
-    """The artifacts and the state of one flow run, through the API. Each page is one artifact, changed in place."""
+    """The artifacts, the state and the events of one flow run. Each page is one artifact, changed in place."""
 
     def __init__(self, client: SyncPrefectClient, flow_run_id: UUID) -> None:
         self._client = client
@@ -286,6 +304,11 @@ class PrefectBoard:
     def rename_running_state(self, name: str, message: str) -> None:
         # Still of the type Running: any other would stop Prefect's engine or its watch over heartbeats.
         self._client.set_flow_run_state(self._flow_run_id, Running(name=name, message=message))
+
+    def publish(self, run_name: str, event: RunEvent) -> None:
+        # Prefect's own thread sends it, and adds the flow run, its deployment and its tags.
+        resource = {"prefect.resource.id": RESOURCE_PREFIX + run_name, "prefect.resource.name": run_name}
+        emit_event(event.name, resource=resource | event.labels, payload=event.payload)
 
 
 @contextlib.contextmanager

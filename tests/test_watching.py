@@ -20,6 +20,7 @@ from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.types.names import raise_on_name_alphanumeric_dashes_only
 
+from tasks.events import RunEvent
 from tasks.watching import WAITING_STATE, Watcher, artifact_key, prefect_board, render_progress
 from tests.run_directory_builder import RunDirectoryBuilder, play_disturbed_run, topology_of
 from tests.test_progress import metrics, opened, stamp, starting
@@ -40,6 +41,7 @@ class FakeBoard:
     def __init__(self) -> None:
         self.pages: dict[str, list[str]] = {}
         self.states: list[tuple[str, str]] = []
+        self.events: list[str] = []
         self.calls = 0
         self.looks = 0
         self.away = False
@@ -71,6 +73,9 @@ class FakeBoard:
     def rename_running_state(self, name: str, message: str) -> None:
         self._call()
         self.states.append((name, message))
+
+    def publish(self, run_name: str, event: RunEvent) -> None:
+        self.events.append(f"{event.name} {run_name}")
 
 
 @pytest.fixture
@@ -396,6 +401,24 @@ def test_the_end_has_an_overview_unless_the_run_is_now_anothers(
     assert ("shoal-run-overview" in board.pages) == shown
     if shown:
         assert "(data:image/png;base64,ZHJhd24gZm9yIHRoZSByZXBvcnQ=)" in board.pages["shoal-run-overview"][0]
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "last"), [(None, "shoal.ended run"), (KeyboardInterrupt(), "shoal.ended run"), (LeaseError(""), None)]
+)
+def test_events_are_published_up_to_the_end_unless_the_run_is_now_anothers(
+    board: FakeBoard, tmp_path: Path, error: BaseException | None, last: str | None
+) -> None:
+    board.away = True  # events take their own way to the server
+    with contextlib.suppress(KeyboardInterrupt, LeaseError), watcher_on(board, tmp_path) as watcher:
+        watcher(opened().model_copy(update={"monotonic": time.monotonic()}))
+        eventually(lambda: board.events)
+        if error is not None:
+            raise error
+    assert board.events == ["shoal.started run", *([last] if last is not None else [])]
 
 
 # --- the real board --------------------------------------------------------------------------------------------------

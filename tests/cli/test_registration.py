@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy
 
-from deployments.registration import automations, deployments
-from deployments.serve_config import ServeConfig
+from deployments.registration import alerts, automations, deployments
+from deployments.serve_config import AlertsConfig, ServeConfig
 from trainer.config import RunConfig
 
 RUN = {"run_name": "r", "steps": 5, "storage": "runs"}
@@ -107,3 +107,14 @@ def test_a_run_that_waits_is_not_taken_for_dead() -> None:
     # Neither may touch flow runs that are not Shoal's.
     for automation in (silent, crashed):
         assert "prefect.tag.shoal" in json.dumps(automation.trigger.match_related.model_dump())
+
+
+def test_each_alert_can_be_switched_off() -> None:
+    assert len(alerts(AlertsConfig(), None)) == 5
+    off = {"incidents_per_hour": None, "goodput_below": None, "no_progress_seconds": None, "waiting_seconds": None}
+    assert alerts(AlertsConfig.model_validate(off | {"failed_actions": False}), None) == []
+
+
+def test_a_low_goodput_is_every_percentage_below_the_bound() -> None:
+    (low,) = [alert for alert in alerts(AlertsConfig(goodput_below=0.29), None) if "goodput" in alert.name]
+    assert low.trigger.match.model_dump()["shoal.goodput-percent"] == [str(percent) for percent in range(29)]
