@@ -18,13 +18,14 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import overhead, recovery
+from benchmarks import overhead, recovery, trace_replay
 from benchmarks.common import BenchmarkError, ShoalRun, Summary, quickstart
 from benchmarks.overhead import VARIANTS, Measurement, Variant
 from benchmarks.recovery import Grow, Kill, Recovery
-from tests.run_directory_builder import host_names, topology_of
+from tests.run_directory_builder import host_names, play_disturbed_run, topology_of
 from trainer.config import load_config
 from trainer.control.runtime import agent_files, runtime_root, tidy
+from trainer.history import RunHistory
 from trainer.records import (
     FirstStep,
     GroupStarting,
@@ -344,6 +345,29 @@ def test_a_grow_that_lost_steps_misses_its_target() -> None:
     )
     assert "met" in recovery.result_lines([recovered_run()], [lossless], 0.0)[1]
     assert "missed" in recovery.result_lines([recovered_run()], [lossless, lossy], 0.0)[1]
+
+
+# --- trace_replay --------------------------------------------------------------------------------------------------
+
+
+def test_a_replay_is_counted_from_the_journal(tmp_path: Path) -> None:
+    history = RunHistory.load(play_disturbed_run(tmp_path).store)
+    values = trace_replay.figures(history)
+    assert (values["grown"], values["shrunk"], values["other resizes"]) == (1, 0, 0)
+    assert (values["incidents"], values["waits"]) == (2, 0)
+    assert values["steps trained again"] == len(history.abandoned) == 38
+    shown = {row[0].strip(): row[1].strip() for row in rendered(trace_replay.replay_table(values)) if len(row) > 1}
+    assert shown["incidents"] == "2"
+
+
+def test_a_replay_whose_steps_consumed_something_else_gives_no_figures(tmp_path: Path) -> None:
+    run = play_disturbed_run(tmp_path)
+    history = RunHistory.load(run.store)
+    config = quickstart(tmp_path, "replay", 4, 2, steps=300)
+    with pytest.raises(BenchmarkError, match="step 1 did not consume its samples"):
+        trace_replay.check_digests(history, config)
+    with pytest.raises(BenchmarkError, match="not every one of the 301 steps"):
+        trace_replay.check_digests(history, config.model_copy(update={"steps": 301}))
 
 
 # --- the commands --------------------------------------------------------------------------------------------------
