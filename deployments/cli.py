@@ -169,9 +169,11 @@ def serve(
     """
     import asyncio
 
+    from deployments.serve import check_directory
     from deployments.serve import serve as serve_until_stopped
     from deployments.serve_config import load_serve_config, load_served_runs
 
+    check_directory(Path.cwd())
     serve_config = load_serve_config(config)
     served = load_served_runs(config, serve_config)
     if check:

@@ -108,6 +108,27 @@ class Supervised:
             await process.wait()
 
 
+def check_directory(directory: Path) -> None:
+    """Refuse to serve from where Prefect would take somebody else's modules for ours.
+
+    It puts the working directory first on the path when it imports a flow, whatever Python was told.
+
+    Raises:
+        RefusedError: naming them.
+    """
+    ours = Path(__file__).resolve().parent.parent
+    shadows = [
+        name
+        for name in ("flows", "tasks", "trainer", "deployments")
+        if directory.resolve() != ours and ((directory / name).is_dir() or (directory / f"{name}.py").is_file())
+    ]
+    if shadows:
+        raise RefusedError(
+            f"{directory} has modules named {', '.join(shadows)}, which Prefect would import in place of Shoal's: "
+            "start the service in another directory, or rename them"
+        )
+
+
 async def serve(path: Path, config: ServeConfig, say: Say, *, drain_seconds: float) -> None:
     """Run until SIGINT or SIGTERM. `drain_seconds` is how long the flow runs may take to stop and save.
 

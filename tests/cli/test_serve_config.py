@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+import deployments.serve
+from deployments.serve import check_directory
 from deployments.serve_config import ServeConfig, load_serve_config, load_served_runs
 from trainer.errors import ConfigError, RefusedError
 
@@ -65,3 +67,16 @@ def test_run_configurations_are_read_beside_the_file_and_held_to_its_list(
     outside = load(tmp_path, runs=[{"name": "one", "config": "run.yaml", "set": ["storage=elsewhere"]}])
     with pytest.raises(RefusedError, match="storage 'elsewhere' is not served here"):
         load_served_runs(tmp_path / "serve.yaml", outside)
+
+
+@pytest.mark.parametrize("name", ["tasks/", "flows.py", "trainer/"])
+def test_a_directory_whose_modules_would_be_taken_for_ours_is_refused(tmp_path: Path, name: str) -> None:
+    check_directory(tmp_path)
+    path = tmp_path / name
+    if name.endswith("/"):
+        path.mkdir()
+    else:
+        path.touch()
+    with pytest.raises(RefusedError, match=name.removesuffix("/").removesuffix(".py")):
+        check_directory(tmp_path)
+    check_directory(Path(deployments.serve.__file__).parent.parent)  # where they are ours
