@@ -9,12 +9,12 @@ import asyncio
 
 from prefect.events import emit_event
 
+from tasks.events import CAPACITY_CHANGED
 from tasks.scaling import possible_orders
 from trainer import wire
 from trainer.control.remote import RemotePool
 from trainer.errors import RefusedError
 
-CAPACITY_CHANGED = "shoal.capacity.changed"
 GROWTH_LABEL = "shoal.growth"
 """On the event's resource: `possible` if there is a run that free hosts could go to, else `none`."""
 
@@ -60,6 +60,8 @@ def tell(view: wire.PoolView) -> None:
         },
         payload={
             "offered": view.offered,
+            "source": view.source,
+            "price_per_host_hour": view.price_per_host_hour,
             "ready": ready(view),
             "free": list(view.free),
             "tenancies": {tenancy.run: list(tenancy.hosts) for tenancy in view.tenancies},

@@ -32,7 +32,7 @@ from prefect.schedules import Cron, Interval, Schedule
 from prefect.states import Cancelled, Scheduled
 from prefect.types.entrypoint import EntrypointType
 
-from deployments.capacity_events import CAPACITY_CHANGED, GROWTH_LABEL, pool_resource
+from deployments.capacity_events import GROWTH_LABEL, pool_resource
 from deployments.serve_config import AlertsConfig, ScheduleConfig, ServeConfig, ServedRun
 from flows.evaluate import evaluate
 from flows.rollback import rollback
@@ -113,7 +113,7 @@ async def scale_up_deployment(config: ServeConfig, pool: str) -> RunnerDeploymen
                 name=f"scale-up when pool {pool} can grow",
                 description="A hint: what is done depends on what the flow finds.",
                 match={"prefect.resource.id": pool_resource(pool), GROWTH_LABEL: "possible"},
-                expect={CAPACITY_CHANGED},
+                expect={events.CAPACITY_CHANGED},
                 posture=Posture.Reactive,
                 threshold=1,
                 within=datetime.timedelta(seconds=0),

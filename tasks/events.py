@@ -22,6 +22,8 @@ PROGRESS = "shoal.progress"
 INCIDENT = "shoal.incident"
 GOODPUT = "shoal.goodput"
 ENDED = "shoal.ended"
+CAPACITY_CHANGED = "shoal.capacity.changed"
+"""Of a run that has hosts of its own; a service's pool tells its own changes."""
 
 RESOURCE_PREFIX = "shoal.run."
 """Before the run's name: the id of the resource that all these events are about."""
@@ -54,6 +56,7 @@ class RunEvents:
         self._started_told = False
         self._incidents: deque[RunEvent] = deque(maxlen=_MOST_INCIDENTS)
         self._waiting_told = False
+        self._capacity_changed: RunEvent | None = None
         self._committed_told: int | None = None
         self._next_progress = float("-inf")
         self._next_goodput = float("inf")
@@ -68,6 +71,9 @@ class RunEvents:
                 case records.Incident():
                     facts = {"cause": item.cause, "hosts": list(item.host_ids), "step": item.step}
                     self._incidents.append(RunEvent(name=INCIDENT, payload=facts | {"message": item.message}))
+                case records.CapacityChanged():
+                    changed = item.model_dump(include={"offered", "usable", "source", "price_per_host_hour"})
+                    self._capacity_changed = RunEvent(name=CAPACITY_CHANGED, payload=changed)
                 case _:
                     pass
 
@@ -79,7 +85,8 @@ class RunEvents:
             return [
                 *self._started(view),
                 *self._incidents_so_far(),
-                *self._capacity(view),
+                *self._newest_capacity(),
+                *self._waiting(view),
                 *self._progress(view, monotonic),
                 *self._goodput(view, monotonic),
             ]
@@ -102,12 +109,16 @@ class RunEvents:
         self._incidents.clear()
         return found
 
-    def _capacity(self, view: ProgressView) -> list[RunEvent]:
+    def _waiting(self, view: ProgressView) -> list[RunEvent]:
         waiting = view.activity == "waiting for capacity"
         if waiting == self._waiting_told:
             return []
         self._waiting_told = waiting
         return [RunEvent(name=WAITING, payload={"reason": view.detail}) if waiting else RunEvent(name=RESUMED)]
+
+    def _newest_capacity(self) -> list[RunEvent]:
+        changed, self._capacity_changed = self._capacity_changed, None
+        return [] if changed is None else [changed]
 
     def _progress(self, view: ProgressView, monotonic: float) -> list[RunEvent]:
         if view.committed_step == self._committed_told or monotonic < self._next_progress:

@@ -11,7 +11,7 @@ from tasks import events
 from tasks.events import RunEvents
 from tests.test_progress import metrics, opened, stamp, starting
 from trainer.progress import LiveProgress
-from trainer.records import CheckpointCommitted, Incident, JournalEvent, MetricsRecord, Waiting
+from trainer.records import CapacityChanged, CheckpointCommitted, Incident, JournalEvent, MetricsRecord, Waiting
 
 
 class Run:
@@ -64,6 +64,16 @@ def test_the_story_of_a_run() -> None:
     assert run.told(6.0) == [events.RESUMED]
     (ended,) = run.events.ended(run.progress.look(7.0))
     assert (ended.name, ended.payload["step"]) == (events.ENDED, 2)
+
+
+def test_of_many_changes_of_capacity_the_newest_is_told() -> None:
+    run = Run()
+    run.happens(opened())
+    run.told(1.0)
+    run.happens(*(CapacityChanged(**stamp(1.0), offered=hosts, usable=1, source="trace") for hosts in (4, 0, 3)))
+    (told,) = run.events.due(run.progress.look(2.0), 2.0)
+    assert (told.name, told.payload["offered"], told.payload["source"]) == (events.CAPACITY_CHANGED, 3, "trace")
+    assert run.told(3.0) == []
 
 
 def test_the_commit_that_a_run_was_continued_from_is_no_progress() -> None:
