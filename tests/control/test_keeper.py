@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -49,6 +50,9 @@ class KeptPool:
         self._path.write_text(PoolConfig.model_validate(config).model_dump_json())
         self.process = subprocess.Popen([sys.executable, "-P", "-m", "trainer.control.keeper", self.id, self._path])
         self.wait(lambda: self.id in {keeper.pool for keeper in living_keepers(runtime_root())})
+        return self.remote()
+
+    def remote(self) -> RemotePool:
         return RemotePool.find(self.id)
 
     def agents(self) -> list[int]:
@@ -76,18 +80,35 @@ class KeptPool:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Iterator[KeptPool]:
-    kept = KeptPool(tmp_path, f"test{os.getpid()}")
-    yield kept
-    if kept.process is not None and kept.process.poll() is None:
-        kept.stop()
+def own(tmp_path: Path) -> Iterator[KeptPool]:
+    """A pool for one test, not started yet."""
+    own = KeptPool(tmp_path, f"own{os.getpid()}")
+    yield own
+    if own.process is not None and own.process.poll() is None:
+        own.stop()
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptPool]:
+    started = KeptPool(tmp_path_factory.mktemp("pool"), f"kept{os.getpid()}")
+    started.start()
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def kept(started: KeptPool) -> Iterator[KeptPool]:
+    """A pool with three free hosts, shared by the tests that leave it so."""
+    yield started
+    started.wait(lambda: started.remote().view().free == ("host-0", "host-1", "host-2"))
 
 
 class Tenant:
     """What a controller does with its hosts, without a run."""
 
-    def __init__(self, pool: KeptPool, name: str, run: str, **num_hosts: int) -> None:
-        config = parse_config({"run_name": "r", "steps": 1, "num_hosts": {"min": 1, "max": 3} | num_hosts})
+    def __init__(self, pool: KeptPool, name: str, run: str, *, max_hosts: int = 3, devices_per_host: int = 2) -> None:
+        values = {"num_hosts": {"max": max_hosts}, "engine": {"devices_per_host": devices_per_host}}
+        config = parse_config({"run_name": "r", "steps": 1, **values})
         self.states: list[tuple[str, str]] = []
         self.over: list[ShoalError] = []
         self._changed = asyncio.Event()
@@ -124,8 +145,8 @@ class Tenant:
 
 
 @contextlib.asynccontextmanager
-async def tenant(pool: KeptPool, name: str, run: str, **num_hosts: int) -> AsyncIterator[Tenant]:
-    made = Tenant(pool, name, run, **num_hosts)
+async def tenant(pool: KeptPool, name: str, run: str, **settings: int) -> AsyncIterator[Tenant]:
+    made = Tenant(pool, name, run, **settings)
     await made.tenancy.open()
     try:
         yield made
@@ -182,7 +203,7 @@ def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def test_hosts_go_to_one_run_after_the_other_and_no_worker_of_the_first_is_left(kept: KeptPool) -> None:
-    pool = kept.start()
+    pool = kept.remote()
 
     async def scene() -> None:
         async with tenant(kept, "c1", "/runs/one") as first:
@@ -198,12 +219,9 @@ def test_hosts_go_to_one_run_after_the_other_and_no_worker_of_the_first_is_left(
                 assert [each.run for each in (await asyncio.to_thread(pool.view)).tenancies] == ["/runs/two"]
 
     run(scene)
-    kept.wait(lambda: pool.view().free == ("host-0", "host-1", "host-2"))
-    kept.stop()
 
 
 def test_a_new_controller_of_a_run_takes_over_from_the_old_one(kept: KeptPool) -> None:
-    kept.start()
 
     async def scene() -> None:
         async with tenant(kept, "c1", "/runs/one") as old:
@@ -220,7 +238,7 @@ def test_a_new_controller_of_a_run_takes_over_from_the_old_one(kept: KeptPool) -
 
 
 def test_a_lost_host_comes_back_into_its_tenancy(kept: KeptPool) -> None:
-    pool = kept.start()
+    pool = kept.remote()
 
     async def scene() -> None:
         async with tenant(kept, "c1", "/runs/one") as first, tenant(kept, "c2", "/runs/two") as second:
@@ -244,7 +262,7 @@ def test_a_lost_host_comes_back_into_its_tenancy(kept: KeptPool) -> None:
 
 
 def test_hosts_leave_when_the_run_lets_them_go_and_come_back_only_when_given(kept: KeptPool) -> None:
-    pool = kept.start()
+    pool = kept.remote()
 
     async def scene() -> None:
         async with tenant(kept, "c1", "/runs/one") as first:
@@ -285,25 +303,55 @@ def test_hosts_leave_when_the_run_lets_them_go_and_come_back_only_when_given(kep
 
 
 def test_a_run_for_other_hosts_is_refused(kept: KeptPool) -> None:
-    kept.start(engine={"devices_per_host": 4})
 
     async def scene() -> None:
-        async with tenant(kept, "c1", "/runs/one") as refused:
-            assert "engine.devices_per_host is 2, the pool's 4" in str(refused.over[0])
+        async with tenant(kept, "c1", "/runs/one", devices_per_host=4) as refused:
+            assert "engine.devices_per_host is 4, the pool's 2" in str(refused.over[0])
             assert refused.usable == set()
 
     run(scene)
 
 
+def tenant_with_a_worker(kept: KeptPool, worker: multiprocessing.Queue[int]) -> None:
+    """For a process of its own: holds all hosts and a worker until it is killed."""
+
+    async def scene() -> None:
+        async with tenant(kept, "c1", "/runs/one") as each:
+            await each.wait_usable(0, 1, 2)
+            worker.put(await start_worker(each, "host-0"))
+            await asyncio.Event().wait()
+
+    asyncio.run(scene())
+
+
+def test_a_frozen_controller_loses_its_workers_and_then_its_hosts(kept: KeptPool) -> None:
+    pool = kept.remote()
+    agents = sorted(kept.agents())
+    context = multiprocessing.get_context("fork")
+    started = context.Queue()
+    process = context.Process(target=tenant_with_a_worker, args=(kept, started))
+    process.start()
+    try:
+        worker = started.get(timeout=DEADLINE_SECONDS)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        kept.wait(lambda: not psutil.pid_exists(worker))
+        kept.wait(lambda: pool.view().free == ("host-0", "host-1", "host-2"))
+        assert pool.view().tenancies == ()
+        assert sorted(kept.agents()) == agents
+    finally:
+        process.kill()
+        process.join()
+
+
 def test_no_host_is_ever_in_two_tenancies(kept: KeptPool) -> None:
     """Six runs come and go at random; each notes what it may use, and when."""
-    pool = kept.start()
     held: dict[str, str] = {}
     random = Random(7)
 
     async def come_and_go(name: str) -> None:
         for turn in range(6):
-            async with tenant(kept, f"{name}-{turn}", f"/runs/{name}", max=random.choice([1, 2, 3])) as each:
+            async with tenant(kept, f"{name}-{turn}", f"/runs/{name}", max_hosts=random.choice([1, 2, 3])) as each:
                 mine: set[str] = set()
 
                 def note(each: Tenant = each, mine: set[str] = mine) -> bool:
@@ -322,27 +370,29 @@ def test_no_host_is_ever_in_two_tenancies(kept: KeptPool) -> None:
         await asyncio.gather(*(come_and_go(f"run{number}") for number in range(6)))
 
     run(scene)
-    kept.wait(lambda: len(pool.view().free) == 3)
 
 
-def test_a_killed_keeper_takes_nothing_with_it_and_the_next_one_goes_on(kept: KeptPool) -> None:
-    pool = kept.start()
+def test_a_killed_keeper_takes_nothing_with_it_and_the_next_one_goes_on(own: KeptPool) -> None:
+    pool = own.start()
 
     async def scene() -> None:
-        async with tenant(kept, "c1", "/runs/one", max=2) as first, tenant(kept, "c2", "/runs/two", max=1) as second:
+        async with (
+            tenant(own, "c1", "/runs/one", max_hosts=2) as first,
+            tenant(own, "c2", "/runs/two", max_hosts=1) as second,
+        ):
             await first.wait_usable(0, 1)
             await second.wait_usable(2)
-            agents, worker = sorted(kept.agents()), await start_worker(first, "host-1")
-            assert kept.process is not None
-            kept.process.kill()
-            kept.process.wait()
+            agents, worker = sorted(own.agents()), await start_worker(first, "host-1")
+            assert own.process is not None
+            own.process.kill()
+            own.process.wait()
             await second.tenancy.close()  # while there is no keeper
             told = len(first.states)
-            again = await asyncio.to_thread(kept.start_without_waiting)
+            again = await asyncio.to_thread(own.start_without_waiting)
             async with asyncio.timeout(DEADLINE_SECONDS):
                 while (view := await asyncio.to_thread(again.view)).free != ("host-2",):
                     await asyncio.to_thread(again.newer, view.version)
-            assert sorted(kept.agents()) == agents
+            assert sorted(own.agents()) == agents
             assert first.usable == {"host-0", "host-1"}
             assert first.states[told:] == []
             assert psutil.pid_exists(worker)
@@ -354,11 +404,24 @@ def test_a_killed_keeper_takes_nothing_with_it_and_the_next_one_goes_on(kept: Ke
     run(scene)
     with pytest.raises(RefusedError, match="does not answer"):
         pool.view()
-    kept.stop()
+    own.stop()
+
+
+def test_a_pool_follows_a_trace_and_is_then_not_set_by_hand(own: KeptPool, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(
+        "".join(f"0,add,n{number}\n" for number in range(5)) + "2000,remove,n0\n2000,remove,n1\n2000,remove,n2\n"
+    )
+    pool = own.start_without_waiting(capacity={"provider": "trace", "trace_path": str(trace)})
+    seen: set[int] = set()
+    own.wait(lambda: seen.add(view := pool.view().offered) or view == 2)  # type: ignore[func-returns-value]
+    assert seen <= {0, 2, 3}, "never more than the pool has"
+    assert pool.view().source == "trace"
+    with pytest.raises(RefusedError, match="follows a trace"):
+        pool.offer(1)
 
 
 def test_only_the_holder_of_the_token_may_ask(kept: KeptPool) -> None:
-    kept.start()
     (keeper,) = [keeper for keeper in living_keepers(runtime_root()) if keeper.pool == kept.id]
     assert (runtime_root() / "keepers" / f"{kept.id}.json").stat().st_mode & 0o777 == 0o600
     with pytest.raises(RefusedError, match="wrong or missing token"):

@@ -26,6 +26,7 @@ import secrets
 import signal
 import sys
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -113,7 +114,7 @@ class Keeper:
         self._config = config
         self._root = root
         self._token = secrets.token_urlsafe(32)
-        directory = make_private_directory(root / "pools" / pool_id)
+        directory = root / "pools" / pool_id
         self._memory_path = directory / "keeper.json"
         first = 0 if config.capacity.provider != "local" else config.hosts
         self._memory = _remembered(self._memory_path) or Memory(created=time.time(), offered=first)
@@ -461,6 +462,8 @@ class Keeper:
 
     def _offer(self, hosts: int) -> None:
         self._memory = self._memory.model_copy(update={"offered": hosts})
+        # Made anew: a sweep that did not know of this keeper yet may have taken its empty directory for a dead one's.
+        make_private_directory(self._memory_path.parent)
         write_private(self._memory_path, self._memory.model_dump_json())
         self._pool.offer(hosts)
         self._release_leaving()
@@ -501,7 +504,12 @@ class Keeper:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            traceback.print_exception(error)  # into the log; the hosts and what they do go on
 
 
 async def _send_all(socket: web.WebSocketResponse, first: wire.Message, outbox: asyncio.Queue[wire.Message]) -> None:
