@@ -38,7 +38,7 @@ SIDES: tuple[Side, ...] = ("prefect", "bare")
 # Before that the group has not stood still between two blocks for long enough to have no segment in hand.
 LEFT_OUT = 2
 # What a block left to the threads and the server to do is done by then, and counted to it.
-_SETTLE_SECONDS = 3.0
+_SETTLE_SECONDS = 2.0
 
 
 class Order(BaseModel):
