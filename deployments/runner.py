@@ -28,7 +28,7 @@ from deployments.registration import (
     tidy_flow_runs,
 )
 from deployments.serve_config import load_serve_config, load_served_runs
-from trainer.control.tenancy import pool_of
+from trainer.control.runtime import pool_of
 from trainer.permits import PERMITS_VARIABLE
 
 LOG = logging.getLogger("prefect.shoal")  # below Prefect's own logger, whose handlers and format it takes

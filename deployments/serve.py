@@ -32,7 +32,7 @@ import psutil
 
 from deployments.serve_config import ServeConfig
 from trainer.config import PoolConfig
-from trainer.control.tenancy import POOL_VARIABLE
+from trainer.control.runtime import POOL_VARIABLE
 from trainer.errors import RefusedError, ShoalError
 from trainer.processes import tethered
 

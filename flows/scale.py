@@ -10,7 +10,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from tasks.scaling import Enlargement, Growth, enlarge, follow, possible_orders, render_growth
 from trainer.control.remote import RemotePool
-from trainer.control.tenancy import pool_of
+from trainer.control.runtime import pool_of
 from trainer.errors import RefusedError
 
 

@@ -22,8 +22,8 @@ from trainer.control.controller import Controller
 from trainer.control.engines.local import measured_device_memory
 from trainer.control.prometheus import serving_metrics
 from trainer.control.run import completed_step, open_run
+from trainer.control.runtime import pool_of
 from trainer.control.signals import stopping_on_signals
-from trainer.control.tenancy import pool_of
 from trainer.description import describe_job
 from trainer.errors import BudgetSpentError, LeaseError, SegmentFailedError, ShoalError, StoppedError
 from trainer.permits import permits_of

@@ -18,10 +18,12 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import overhead, recovery, trace_replay
+from benchmarks import orchestration, overhead, recovery, segment_loop, servers, trace_replay
 from benchmarks.common import BenchmarkError, ShoalRun, Summary, quickstart
+from benchmarks.orchestration import MeasuredGrowth, SegmentCosts
 from benchmarks.overhead import VARIANTS, Measurement, Variant
 from benchmarks.recovery import Grow, Kill, Recovery
+from benchmarks.segment_loop import Block, Side
 from tests.run_directory_builder import host_names, play_disturbed_run, topology_of
 from trainer.config import load_config
 from trainer.control.runtime import agent_files, runtime_root, tidy
@@ -32,6 +34,8 @@ from trainer.records import (
     Incident,
     PhaseName,
     Recovered,
+    SegmentEnded,
+    SegmentStarted,
     WorkerPhase,
     to_json,
 )
@@ -370,6 +374,129 @@ def test_a_replay_whose_steps_consumed_something_else_gives_no_figures(tmp_path:
         trace_replay.check_digests(history, config.model_copy(update={"steps": 301}))
 
 
+# --- orchestration -------------------------------------------------------------------------------------------------
+
+
+def test_only_what_lies_between_two_segments_of_a_block_counts() -> None:
+    """Four segments, each of which starts 0.25 s after the end of the one before and lasts 0.75 s."""
+    heard: list[SegmentStarted | SegmentEnded] = []
+    for index in range(4):
+        stamp = {"time": 0.0, "incarnation": 1, "index": index, "start_step": index}
+        heard.append(SegmentStarted(**stamp, monotonic=float(index), until_step=index + 1))
+        heard.append(SegmentEnded(**stamp, monotonic=index + 0.75, end_step=index + 1, cause="completed"))
+    gaps, lengths = segment_loop.intervals(heard)
+    assert gaps == [0.25, 0.25]
+    assert lengths == [1.0, 1.0]
+
+
+def block(side: Side, gap: float, *, length: float = 0.5) -> Block:
+    return Block(
+        side=side,
+        segments=4,
+        gap_seconds=[gap] * 3,
+        segment_seconds=[length] * 3,
+        flow_cpu_seconds=4 * gap,
+        server_cpu_seconds=2 * gap,
+    )
+
+
+def segment_costs(
+    *, log: int = 14, steps_per_segment: int = 5, gaps: tuple[float, float] = (0.010, 0.014)
+) -> SegmentCosts:
+    """The second pair, in the other order, on a machine of half the speed."""
+    bare, prefect = gaps
+    blocks = [block("bare", bare), block("prefect", prefect), block("prefect", 2 * prefect), block("bare", 2 * bare)]
+    rows = {**dict.fromkeys(servers.TABLES, 30), "task_run": 10, "log": log}
+    gained = servers.Contents(size=10**6, rows=rows, log_bytes=2000)
+    return SegmentCosts(
+        server="sqlite", steps_per_segment=steps_per_segment, blocks=blocks, prefect_segments=10, gained=gained
+    )
+
+
+def test_what_prefect_adds_is_taken_within_each_pair() -> None:
+    assert segment_costs().added(orchestration.gap) == pytest.approx([4.0, 8.0])
+    assert segment_costs().added(orchestration.length) == [0.0, 0.0]
+    assert segment_costs().added(orchestration.server_cpu) == pytest.approx([2.0, 4.0])
+
+
+def test_the_tables_of_segments_hold_what_was_measured() -> None:
+    rows = {
+        row[0].strip(): [cell.strip() for cell in row[1:]]
+        for row in rendered(orchestration.costs_table([segment_costs()]))
+        if row
+    }
+    assert rows["server on SQLite: flow's thread between segments"] == ["15.00", "21.00", "+6.00", "+4.00 … +8.00"]
+    (_, _, left) = rendered(orchestration.database_table([segment_costs()]))
+    assert [cell.strip() for cell in left] == [
+        "server on SQLite",
+        *("5", "100.0", "1,000", "3,000", "3,000", "3,000", "1,400", "3,000", "200.0"),
+    ]
+
+
+@pytest.mark.parametrize(("milliseconds", "verdict"), [(199, "met"), (201, "missed")])
+def test_prefects_share_is_judged_at_long_segments(milliseconds: float, verdict: str) -> None:
+    """The pairs add this and twice this: 1.5 times it are a hundredth of 30 s or not."""
+    (line,) = orchestration.segment_lines([segment_costs(gaps=(0.0, milliseconds / 1000))])
+    assert f"(target 1%: {verdict})" in line
+
+
+def test_a_log_line_for_each_step_is_noticed() -> None:
+    few = segment_costs()
+    assert few.steps == 85
+    assert "met" in orchestration.log_line(few, segment_costs(steps_per_segment=50))
+    chatty = segment_costs(steps_per_segment=50, log=14 + 850)
+    assert "854 after 850 (target, they do not grow with the steps: missed)" in orchestration.log_line(few, chatty)
+
+
+def measured_growth(later: float = 0.0, *, lost: int = 0) -> MeasuredGrowth:
+    recovered = Recovered(
+        time=1009.0 + later,
+        monotonic=0.0,
+        incarnation=3,
+        cause="drained",
+        planned=True,
+        from_hosts=2,
+        to_hosts=4,
+        step=80,
+        resumed_from=80 - lost,
+        down_seconds=5.0 + later,
+        phases={"stop": 0.25, "import": 2.0, "trace": 0.5, "compile": 1.5 + later},
+    )
+    return MeasuredGrowth(
+        offered=1000.0,
+        event=1001.0,
+        created=1001.25,
+        picked_up=1002.0,
+        running=1003.5,
+        given=1003.75,
+        recovered=recovered,
+    )
+
+
+def test_the_way_of_a_growth_adds_up() -> None:
+    path = measured_growth().path()
+    assert list(path.values()) == [1.0, 0.25, 0.75, 1.5, 0.25, 0.25, 5.0]
+    assert sum(path.values()) == 9.0
+    assert measured_growth().seconds == 8.0
+
+
+def test_the_table_of_growths_names_each_part() -> None:
+    table = orchestration.growth_table([measured_growth(), measured_growth(1.0)])
+    rows = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rendered(table) if row}
+    assert rows["… flow: hosts given"] == ["0.25", "0.25", "0.25"]
+    assert rows["of it compile"] == ["2.00", "1.50", "2.50"]
+    assert rows["from the event to the first step"] == ["8.50", "8.00", "9.00"]
+
+
+def test_a_growth_is_judged_and_its_cold_start_told() -> None:
+    text = " ".join(orchestration.growth_lines([measured_growth()]))
+    assert "8.0 s (target 5 s: missed)" in text
+    assert "2.8 s of it until the hosts are given" in text
+    assert "Down: 5.0 s, of which workers that start cold take 4.0 s" in text
+    assert "lost 0 steps (target 0: met)" in text
+    assert "target 0: missed" in " ".join(orchestration.growth_lines([measured_growth(lost=1)]))
+
+
 # --- the commands --------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +506,9 @@ def test_a_replay_whose_steps_consumed_something_else_gives_no_figures(tmp_path:
         (overhead.main, ["--steps", "5", "--warmup-steps", "5"], "smaller than --steps"),
         (overhead.main, ["--rounds", "0"], "smaller than 1"),
         (recovery.main, ["--hosts", "1"], "survive"),
+        (orchestration.main, ["--hosts", "1"], "half of them"),
+        (orchestration.main, ["--segments", "2"], "left out"),
+        (orchestration.main, ["--servers", "sqlite,oracle"], "choose some of embedded,sqlite,postgres"),
     ],
 )
 def test_sizes_that_measure_nothing_are_refused(
@@ -467,6 +597,27 @@ def test_recovery_measures_a_kill_and_the_way_back(tmp_path: Path, environment: 
     assert 3 <= one["steps_lost"] < document["options"]["save_interval_steps"] + 10
     assert 0 < sum(one["path"].values()) == pytest.approx(one["seconds"])
     assert [grow["steps_lost"] for grow in document["grows"]] == [0]
+
+
+@pytest.mark.slow
+def test_orchestration_measures_segments_and_growth(tmp_path: Path, environment: dict[str, str]) -> None:
+    """One pair of blocks against one server, one growth from one host to two."""
+    figures = tmp_path / "figures.json"
+    size = ("--servers", "sqlite", "--pairs", "1", "--segments", "4", "--growths", "1", "--hosts", "2")
+    finished = run_command(environment, "benchmarks.orchestration", *size, "--json", str(figures))
+    assert finished.returncode == 0, finished.stderr
+    assert "flow's thread between segments" in finished.stdout
+    document = json.loads(figures.read_text())
+    few, many = document["segments"]
+    assert [block["side"] for block in few["blocks"]] == ["prefect", "bare"]
+    # The bare side's segments are no task runs: a first one with its resize, and those of the block.
+    assert few["gained"]["rows"]["task_run"] == many["gained"]["rows"]["task_run"] == 1 + 1 + 4
+    assert few["gained"]["rows"]["log"] - 6 <= 5
+    (growth,) = document["growths"]
+    order = ("offered", "event", "created", "picked_up", "running", "given")
+    assert [growth[name] for name in order] == sorted(growth[name] for name in order)
+    assert (growth["recovered"]["from_hosts"], growth["recovered"]["to_hosts"]) == (1, 2)
+    assert growth["recovered"]["step"] == growth["recovered"]["resumed_from"]
 
 
 @pytest.mark.slow

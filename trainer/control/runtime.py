@@ -16,6 +16,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pydantic
@@ -25,6 +26,14 @@ from trainer.errors import StorageError
 from trainer.processes import is_alive, kill_process_group
 from trainer.records import ProcessIdentity
 from trainer.wire import Acquire
+
+POOL_VARIABLE = "SHOAL_POOL"
+"""Names, in the environment of the flow processes of a service, the pool whose hosts they are to use."""
+
+
+def pool_of(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The pool of the service that started this process, or None: the run brings hosts of its own."""
+    return environment.get(POOL_VARIABLE)
 
 
 class ControllerFile(BaseModel):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -18,16 +17,8 @@ from trainer.control.hosts import HostTable, PoolHost
 from trainer.control.runtime import KeeperFile, living_keepers
 from trainer.errors import LeaseError, RefusedError, ShoalError
 
-POOL_VARIABLE = "SHOAL_POOL"
-"""Names, in the environment of the flow processes of a service, the pool whose hosts they are to use."""
-
 _RETRY_SECONDS = 0.5
 _FIRST_ANSWER_SECONDS = 10.0
-
-
-def pool_of(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The pool of the service that started this process, or None: the run brings hosts of its own."""
-    return environment.get(POOL_VARIABLE)
 
 
 class Tenancy(HostTable):
