@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from deployments.false_starts import MOST_FALSE_STARTS
+from deployments.serve import service_id
 from tests.multiprocess.harness import STEPS, Run, assert_same_training, describe, wait_until
 from tests.multiprocess.service import PATIENCE_SECONDS, Service
 from trainer.control.lease import read_lease
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.slow
 POOL = {
     "hosts": 2,
     "engine": {"devices_per_host": 2, "replacement_delay_seconds": 1.0},
-    "contact_timeout_seconds": 3.0,
+    "keeper_timeout_seconds": 180.0,
 }
 # As `sitecustomize` it comes before everything else that a Python process does.
 KILLED_AT_BIRTH = """
@@ -49,23 +50,24 @@ _SAMPLE_SECONDS = 0.05
 
 
 class Witness:
-    """Looks many times a second who commands what, from the outside. Use as a context manager."""
+    """Looks many times a second who commands the runs and the hosts of a service, from the outside."""
 
     def __init__(self) -> None:
         self.looks = 0
         self.doubled: list[str] = []
+        self._pool = ""
+        self._runs: set[str] = set()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
-    def __enter__(self) -> Witness:
+    def watch(self, service: Service, *runs: Run) -> None:
+        self._pool = service_id(service.path)
+        self._runs = {run.store.location for run in runs}
         self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        self._thread.join()
 
     def assert_never_two(self) -> None:
+        self._closing.set()
+        self._thread.join()
         assert self.looks > 100
         assert self.doubled == []
 
@@ -75,10 +77,10 @@ class Witness:
             self.looks += 1
 
     def _look(self) -> None:
-        controllers = Counter(controller.run for controller in living_controllers())
+        controllers = Counter(controller.run for controller in living_controllers() if controller.run in self._runs)
         self.doubled += [f"{count} controllers of {run}" for run, count in controllers.items() if count > 1]
         with contextlib.suppress(RefusedError):  # no keeper at the moment
-            view = RemotePool.find().view()
+            view = RemotePool.find(self._pool).view()
             tenancies = Counter(tenancy.run for tenancy in view.tenancies)
             self.doubled += [f"{count} tenancies of {run}" for run, count in tenancies.items() if count > 1]
             hosts = Counter(host for tenancy in view.tenancies for host in tenancy.hosts)
@@ -97,9 +99,20 @@ def living_controllers() -> list[ControllerFile]:
 
 @pytest.fixture
 def witness() -> Iterator[Witness]:
-    with Witness() as witness:
-        yield witness
+    witness = Witness()
+    yield witness
     witness.assert_never_two()
+
+
+def pool_of(service: Service) -> RemotePool:
+    """Once its keeper is there."""
+
+    def found() -> RemotePool | None:
+        with contextlib.suppress(RefusedError):
+            return RemotePool.find(service_id(service.path))
+        return None
+
+    return wait_until(found, PATIENCE_SECONDS, lambda: f"a keeper: {service.output}")
 
 
 def trainer_process(run: Run) -> psutil.Process:
@@ -147,7 +160,8 @@ def test_a_flow_process_killed_in_any_phase_is_continued(
     killer = tmp_path / "kill"
     (tmp_path / "sitecustomize.py").write_text(KILLED_AT_BIRTH.format(killer=str(killer)))
     service.start(run.cwd, SHOAL_TEST_ROW_SECONDS="0.02", PYTHONPATH=str(tmp_path))
-    pool = wait_until(lambda: RemotePool.find(), PATIENCE_SECONDS, lambda: "a keeper")
+    witness.watch(service, run, looping)
+    pool = pool_of(service)
     seen = 0
 
     def kill_at(phase: str) -> None:
@@ -180,7 +194,9 @@ def test_a_flow_process_killed_in_any_phase_is_continued(
     kill_at("resize after a loss")
     # Publish: the last step is committed, the report is not written, Prefect was told nothing.
     run.wait_event(RunEnded, since=seen, timeout=PATIENCE_SECONDS)
-    psutil.Process(read_lease(run.store).process.pid).kill()
+    lease = read_lease(run.store)  # it may have given the lease back by now
+    assert lease is not None
+    psutil.Process(lease.process.pid).kill()
     print(f"report at its death: {(run.directory / 'report' / 'report.md').exists()}")
     service.wait_state(flow_run, "Completed")
     states = Counter(service.state_names(flow_run))
@@ -219,19 +235,26 @@ def test_a_flow_process_killed_in_any_phase_is_continued(
 
 
 def test_service_and_server_may_die_while_a_run_trains(
-    new_run: Callable[..., Run], new_service: Callable[..., Service], reference: Run, witness: Witness
+    new_run: Callable[..., Run],
+    new_service: Callable[..., Service],
+    reference: Run,
+    witness: Witness,
+    tmp_path: Path,
 ) -> None:
     run, left, other = (new_small_run(new_run, name) for name in ("one", "left", "other"))
     service = new_service({"one": run, "left": left, "other": other}, pool=POOL, look_at_pool_seconds=3600)
-    service.start(run.cwd, SHOAL_TEST_ROW_SECONDS="0.05")  # 0.4 s a step
+    pause = tmp_path / "pause"
+    service.start(run.cwd, SHOAL_TEST_ROW_SECONDS="0.02", SHOAL_TEST_PAUSE=str(pause))
+    witness.watch(service, run, left, other)
     flow_run = service.submit("one")
 
     # The service dies, and with it server, runner and keeper. The flow process and its hosts live on.
     committed = run.wait_event(CheckpointCommitted, timeout=PATIENCE_SECONDS)
     trainer = trainer_process(run)
     kill_service(service)
-    run.wait_step(committed.step + 5, timeout=PATIENCE_SECONDS)
-    service.start(run.cwd, SHOAL_TEST_ROW_SECONDS="0.05")
+    run.wait_event(SegmentEnded, lambda event: event.end_step > committed.step, timeout=PATIENCE_SECONDS)
+    pause.touch()  # a start of the service may take longer than the rest of the run
+    service.start(run.cwd, SHOAL_TEST_ROW_SECONDS="0.02", SHOAL_TEST_PAUSE=str(pause))
     assert trainer_process(run) == trainer
     assert service.flow_run(flow_run)["state"]["name"] == "Running"
 
@@ -245,6 +268,7 @@ def test_service_and_server_may_die_while_a_run_trains(
 
     # The server dies at the end of a segment, and once more at the end of the flow.
     segments = len(run.of(SegmentEnded))
+    pause.unlink()
     wait_until(lambda: len(run.of(SegmentEnded)) > segments, PATIENCE_SECONDS, lambda: "a segment ends")
     kill_server(service)
     run.wait_event(RunEnded, timeout=PATIENCE_SECONDS)
@@ -259,8 +283,10 @@ def test_service_and_server_may_die_while_a_run_trains(
     # A service that took over from a dead one ends what that one had started, too.
     flow_run = service.submit("left")
     left.wait_event(CheckpointCommitted, timeout=PATIENCE_SECONDS)
+    pause.touch()
     kill_service(service)
     service.start(run.cwd)
+    pause.unlink()
     assert service.stop() == 0
     assert service.processes() == [], describe(service.processes())
     assert left.of(RunEnded)[-1].outcome == "stopped", left.story()
