@@ -18,7 +18,9 @@ from prefect.client.orchestration import get_client
 from prefect.runner import Runner
 
 from deployments.capacity_events import tell_capacity_changes
+from deployments.false_starts import give_up_false_starts
 from deployments.registration import (
+    CONTINUED_TAG,
     alerts,
     automations,
     deployments,
@@ -60,8 +62,9 @@ async def run(path: Path) -> None:
                 LOG.warning("alerts.notification_block: the server has no block %s; alerts are in its event feed", name)
         await register_automations(client, [*automations(config), *alerts(config.alerts, block)])
     LOG.info("serving %s", ", ".join(deployment.full_name for deployment in wanted))
-    async with asyncio.TaskGroup() as tasks:
+    async with get_client() as client, asyncio.TaskGroup() as tasks:
         tasks.create_task(runner.start())
+        tasks.create_task(give_up_false_starts(client, CONTINUED_TAG))
         if pool is not None:
             tasks.create_task(tell_capacity_changes(pool))
 

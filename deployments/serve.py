@@ -23,7 +23,6 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +38,8 @@ from trainer.processes import tethered
 Say = Callable[[str], None]
 
 SERVICE_VARIABLE = "SHOAL_SERVICE"
-"""In the environment of everything that a runner starts: which service it belongs to."""
+"""In the environment of everything that a runner starts: which service it belongs to, also after that was killed and
+started again."""
 PYTHON = (sys.executable, "-P", "-m")
 DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 PREFECT_SETTINGS = {
@@ -51,6 +51,12 @@ PREFECT_SETTINGS = {
     "PREFECT_CLIENT_MAX_RETRIES": "10",
     # In memory, a restart of the server would lose who holds a concurrency slot, for good.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+}
+FLOW_SETTINGS = {
+    # Prefect starts flow processes with `-m`, which would put a `tasks/` of the user's directory before ours.
+    "PYTHONSAFEPATH": "1",
+    # They outlive the runner that reads what they say.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS": "tasks.console.LastingConsoleHandler",
 }
 
 _FIRST_BACK_OFF_SECONDS = 1.0
@@ -143,7 +149,7 @@ async def serve(path: Path, config: ServeConfig, say: Say, *, drain_seconds: flo
     url = os.environ.get("PREFECT_API_URL")
     own_server = url is None
     api_url = url or f"http://{config.host}:{config.port}/api"
-    service = uuid.uuid4().hex
+    service = service_id(path)
     with tempfile.TemporaryDirectory(prefix="shoal-serve-") as temporary:
         logs = Path(temporary)
         environment = {**os.environ, **PREFECT_SETTINGS, "PREFECT_API_URL": api_url}
@@ -159,14 +165,13 @@ async def serve(path: Path, config: ServeConfig, say: Say, *, drain_seconds: flo
         # The password of the database is the server's business alone: what jobs do is up to their authors.
         of_jobs = {name: value for name, value in environment.items() if name != DATABASE_VARIABLE}
         pool = pool_keeper(path, config.pool, of_jobs, logs, say) if config.pool is not None else None
-        # Prefect starts flow processes with `-m`, which would put a `tasks/` of the user's directory before ours.
         # A temporary directory of its own, because nobody cleans up behind a runner that is killed.
         (logs / "tmp").mkdir()
-        of_flows = {"PYTHONSAFEPATH": "1", "TMPDIR": str(logs / "tmp"), SERVICE_VARIABLE: service}
+        of_flows = {**FLOW_SETTINGS, "TMPDIR": str(logs / "tmp"), SERVICE_VARIABLE: service}
         runner = Supervised(
             "the runner",
             [*PYTHON, "deployments.runner", str(path)],
-            {**of_jobs, **of_flows, **({POOL_VARIABLE: pool_id(path)} if pool is not None else {})},
+            {**of_jobs, **of_flows, **({POOL_VARIABLE: service} if pool is not None else {})},
             logs / "runner.log",
             say,
         )
@@ -194,7 +199,8 @@ async def serve(path: Path, config: ServeConfig, say: Say, *, drain_seconds: flo
                 task.cancel()
             await asyncio.gather(*kept, return_exceptions=True)
             await runner.stop(signal.SIGKILL, _STOP_SECONDS)
-            await asyncio.to_thread(end_flow_runs, service, say, drain_seconds)
+            if runner.started.is_set():  # else they may be those of a service that lives
+                await asyncio.to_thread(end_flow_runs, service, say, drain_seconds)
             if pool is not None:
                 await pool.stop(signal.SIGTERM, _STOP_SECONDS)
             await server.stop(signal.SIGTERM, _STOP_SECONDS)
@@ -203,12 +209,15 @@ async def serve(path: Path, config: ServeConfig, say: Say, *, drain_seconds: flo
 
 def pool_keeper(path: Path, config: PoolConfig, environment: Mapping[str, str], logs: Path, say: Say) -> Supervised:
     (logs / "pool.json").write_text(config.model_dump_json())
-    command = [*PYTHON, "trainer.control.keeper", pool_id(path), str(logs / "pool.json")]
-    return Supervised(f"the keeper of pool {pool_id(path)}", command, environment, logs / "keeper.log", say)
+    command = [*PYTHON, "trainer.control.keeper", service_id(path), str(logs / "pool.json")]
+    return Supervised(f"the keeper of pool {service_id(path)}", command, environment, logs / "keeper.log", say)
 
 
-def pool_id(path: Path) -> str:
-    """The same each time a service is started from this configuration: hosts that a dead one left are found again."""
+def service_id(path: Path) -> str:
+    """The same each time a service is started from this configuration, and its pool's id as well.
+
+    What a dead one left, hosts and flow processes, is found again.
+    """
     return f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:6]}"
 
 
@@ -246,7 +255,7 @@ async def relay_lines(log: Path, say: Say) -> None:
 
 
 def end_flow_runs(service: str, say: Say, drain_seconds: float) -> None:
-    """End every flow process that a runner of this service has started, each after it has saved."""
+    """End every flow process that a runner of this service has ever started, each after it has saved."""
     flow_runs = flow_processes(service)
     for flow_run in flow_runs:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -20,6 +20,7 @@ from tasks.watching import watching
 from trainer.config import RunConfig, parse_config
 from trainer.control.controller import Controller
 from trainer.control.engines.local import measured_device_memory
+from trainer.control.lease import is_held
 from trainer.control.prometheus import serving_metrics
 from trainer.control.run import completed_step, open_run
 from trainer.control.runtime import pool_of
@@ -28,6 +29,8 @@ from trainer.description import describe_job
 from trainer.errors import BudgetSpentError, LeaseError, SegmentFailedError, ShoalError, StoppedError
 from trainer.permits import permits_of
 from trainer.planning.policy import Finish, GiveUp, Train, Wait
+from trainer.report import report_is_current
+from trainer.store import run_store
 
 
 @flow(name="train", flow_run_name="train {config.run_name}", retries=0, persist_result=False, validate_parameters=True)
@@ -51,6 +54,9 @@ def train_run(config: RunConfig, own_run_each_time: bool = False) -> Any:
         permits.check(config)
     if (step := completed_step(config)) is not None:
         logger.info("run %s is complete at step %d already; nothing to do", config.run_name, step)
+        store = run_store(config.storage, config.run_name)
+        if not is_held(store) and not report_is_current(store):  # its process died before it had written it
+            publish_report(store)
         return {"run": config.run_name, "step": step}
     description = describe_job(config)
     run = open_run(config, description, device_memory_bytes=measured_device_memory(config))

@@ -75,6 +75,16 @@ def build_report(store: Store) -> str | None:
     return f"{store.location}/report/report.md"
 
 
+def report_is_current(store: Store) -> bool:
+    """Whether the report says what the run directory holds now; False if there is none.
+
+    Raises:
+        StorageError: the run directory cannot be read.
+    """
+    page = store.read("report/report.md")
+    return page is not None and page == render_markdown(RunHistory.load(store)).encode()
+
+
 def draw_plots(history: RunHistory) -> dict[str, bytes]:
     """The plots as PNG by file name, of a run that has finished a step. One caller at a time draws; others wait."""
     with _drawing:

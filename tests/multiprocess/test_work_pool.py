@@ -1,4 +1,4 @@
-"""The deployments of prefect.yaml on a process work pool, executed by a real Prefect worker."""
+"""The deployments of prefect.yaml on a process work pool, executed by two real Prefect workers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 from prefect.client.orchestration import get_client
@@ -20,8 +21,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from deployments.registration import tidy_flow_runs
 from tests.multiprocess.harness import Run, wait_until
 from tests.multiprocess.service import PATIENCE_SECONDS
+from trainer.control.lease import read_lease
 from trainer.processes import tethered
-from trainer.records import RunEnded
+from trainer.records import RunEnded, RunOpened
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +40,11 @@ def allowing(text: str, permits: dict[str, Any]) -> str:
     return str(yaml.safe_dump(described))
 
 
-def test_a_prefect_worker_trains_what_a_deployment_of_the_pool_asks_for(
+def test_prefect_workers_train_what_a_deployment_of_the_pool_asks_for(
     new_run: Callable[..., Run], environment: dict[str, str], prefect_api: str
 ) -> None:
-    run = new_run(run_name="pooled", steps=STEPS, **{"num_hosts.max": 1})
-    permits = {"jobs": ["tiny_job:Mlp"], "storage_roots": [str(run.directory.parent)]}
+    run, orphan = (new_run(name, run_name=name, steps=STEPS, **{"num_hosts.max": 1}) for name in ("pooled", "orphan"))
+    permits = {"jobs": ["tiny_job:Mlp"], "storage_roots": [str(each.directory.parent) for each in (run, orphan)]}
     (run.cwd / "prefect.yaml").write_text(allowing(DEPLOYMENTS.read_text(), permits))
 
     def prefect(*arguments: str) -> None:
@@ -73,26 +75,46 @@ def test_a_prefect_worker_trains_what_a_deployment_of_the_pool_asks_for(
 
     prefect("work-pool", "create", "shoal", "--type", "process")
     prefect("deploy", "--all")
-    log = run.cwd / "worker.txt"
-    with log.open("wb") as output:
-        worker = subprocess.Popen(
-            tethered([*PREFECT, "worker", "start", "--pool", "shoal"], signal.SIGTERM),
-            cwd=run.cwd,
-            env={**environment, "PREFECT_WORKER_QUERY_SECONDS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
+    log = run.cwd / "workers.txt"
+
+    def start_worker() -> subprocess.Popen[bytes]:
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                tethered([*PREFECT, "worker", "start", "--pool", "shoal"], signal.SIGTERM),
+                cwd=run.cwd,
+                env={**environment, "PREFECT_WORKER_QUERY_SECONDS": "1", "SHOAL_TEST_ROW_SECONDS": "0.1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+
+    workers = [start_worker(), start_worker()]
     try:
         trains = submit(run.config)
         refused = submit(run.config | {"storage": str(run.cwd / "elsewhere")})
         wait_state(trains, "Completed")
         assert "allow.storage_roots" in wait_state(refused, "Failed")["message"]
+
+        # A worker is killed: its flow process goes on, and the other worker does not double it.
+        orphaned = submit(orphan.config)
+        orphan.wait_step(2)
+        lease = read_lease(orphan.store)
+        assert lease is not None
+        trainer = psutil.Process(lease.process.pid)
+        (worker,) = (each for each in workers if each.pid in {parent.pid for parent in trainer.parents()})
+        worker.kill()
+        wait_state(orphaned, "Completed")
+        psutil.wait_procs([trainer], PATIENCE_SECONDS)
     finally:
-        worker.terminate()
-        worker.wait(PATIENCE_SECONDS)
+        for each in workers:
+            each.terminate()
+            each.wait(PATIENCE_SECONDS)
         api.close()
-    run.assert_nothing_left()
+    for each in (run, orphan):
+        each.assert_nothing_left()
+        assert len(each.of(RunOpened)) == 1
+        (ended,) = each.of(RunEnded)
+        assert (ended.outcome, ended.step) == ("complete", STEPS)
 
     # A service on the same server leaves them to the workers.
     async def tidy() -> list[str]:
@@ -101,5 +123,3 @@ def test_a_prefect_worker_trains_what_a_deployment_of_the_pool_asks_for(
 
     with temporary_settings({PREFECT_API_URL: prefect_api}):
         assert asyncio.run(tidy()) == []
-    (ended,) = run.of(RunEnded)
-    assert (ended.outcome, ended.step) == ("complete", STEPS)

@@ -16,6 +16,8 @@ from pydantic import BaseModel
 WIDTH, HIDDEN = 16, 64
 # Keeps steps from being over before a test can do anything about them: each row takes this long to load.
 ROW_SECONDS = float(os.environ.get("SHOAL_TEST_ROW_SECONDS", "0"))
+# While this file exists, no row is loaded and no step goes on.
+PAUSE = os.environ.get("SHOAL_TEST_PAUSE", "")
 # A file of `FIRST`, if given: while it exists, whatever the test put there goes wrong.
 FAULT = os.environ.get("SHOAL_TEST_FAULT", "")
 
@@ -26,6 +28,8 @@ class Points:
 
     def __getitem__(self, index):
         time.sleep(ROW_SECONDS)
+        while PAUSE and Path(PAUSE).exists():
+            time.sleep(0.05)
         random = np.random.default_rng(index)
         x = random.normal(size=WIDTH).astype(np.float32)
         return {"x": x, "y": np.float32(np.sin(x).sum())}

@@ -9,9 +9,11 @@ import pydantic
 
 from trainer.config import RunConfig, differing_keys
 from trainer.control.catalog import Catalog
+from trainer.control.lease import is_held
 from trainer.control.providers import check_provider
 from trainer.description import JobDescription, describe_job
 from trainer.errors import DataError, PlanError, RefusedError, RunMismatchError, StorageError
+from trainer.history import RunHistory
 from trainer.planning.topology import check_minimum
 from trainer.records import SCHEMA_VERSION, RunRecord, to_json
 from trainer.store import LocalStore, run_store
@@ -80,6 +82,8 @@ def settle_config(config: RunConfig, record: RunRecord | None) -> RunConfig:
 def completed_step(config: RunConfig) -> int | None:
     """The last step if this run is complete, else None. Reads only.
 
+    A run whose process died between its last commit and its end is not: opening it once more ends it properly.
+
     Quick, unless `data.path` is not the one in `run.json`: then a complete run has its data described and compared, as
     a start would, because saying "complete" of other data would be wrong.
 
@@ -95,6 +99,8 @@ def completed_step(config: RunConfig) -> int | None:
     commits = Catalog(store).commits()
     # A run that was trained further than now asked for is complete as well.
     if not commits or commits[0].step < config.steps:
+        return None
+    if not is_held(store) and RunHistory.load(store).state == "dead":
         return None
     if config.data.path != record.config.data.path:
         _check_same(record, describe_job(config))
