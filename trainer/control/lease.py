@@ -29,9 +29,10 @@ _POLL_SECONDS = 0.25
 class Lease:
     """Held from `acquire` to `release`. Threads may renew at once: each renewal is one `Store.update`."""
 
-    def __init__(self, store: Store, holder: str) -> None:
+    def __init__(self, store: Store, holder: str, started_by: str | None = None) -> None:
         self._store = store
         self.holder = holder
+        self.started_by = started_by
         self.incarnation = 0
 
     def acquire(self, wait_seconds: float, on_wait: Callable[[str], None] = lambda _: None) -> None:
@@ -111,6 +112,7 @@ class Lease:
             host_name=socket.gethostname(),
             process=identify(os.getpid()),
             lease_seconds=LEASE_SECONDS,
+            started_by=self.started_by,
         )
 
 
