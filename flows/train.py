@@ -22,7 +22,6 @@ from tasks.watching import watching
 from trainer.config import RunConfig, parse_config
 from trainer.control.controller import Controller
 from trainer.control.engines.local import measured_device_memory
-from trainer.control.lease import read_lease
 from trainer.control.prometheus import serving_metrics
 from trainer.control.run import completed_step, open_run
 from trainer.control.signals import stopping_on_signals
@@ -31,7 +30,6 @@ from trainer.description import describe_job
 from trainer.errors import BudgetSpentError, LeaseError, SegmentFailedError, ShoalError, StoppedError
 from trainer.permits import permits_of
 from trainer.planning.policy import Finish, GiveUp, Train, Wait
-from trainer.store import Store
 
 LOG = logging.getLogger("shoal")
 
@@ -69,7 +67,7 @@ def train_run(config: RunConfig, own_run_each_time: bool = False) -> Any:
                 except TerminationSignal as signal:
                     leave(controller, watcher, signal)
         except LeaseError as error:
-            if is_trained_for(flow_run.id, run.store):
+            if error.started_by == flow_run.id:
                 # Prefect took that process for dead, as after an outage of its server, and started this one. The state
                 # of the flow run is the other's to set: it ends as the training does.
                 raise Abort(f"another process trains for this flow run already: {error}") from error
@@ -83,12 +81,6 @@ def train_run(config: RunConfig, own_run_each_time: bool = False) -> Any:
             raise
         publish_report(run.store)
     return {"run": config.run_name, "step": run.config.steps, "directory": run.store.location}
-
-
-def is_trained_for(flow_run_id: str, store: Store) -> bool:
-    """Whether the run's lease is held for this flow run."""
-    lease = read_lease(store)
-    return lease is not None and lease.holder is not None and lease.started_by == flow_run_id
 
 
 def named_by_time(config: RunConfig, time: datetime.datetime) -> RunConfig:

@@ -49,8 +49,9 @@ def test_a_lease_says_what_its_holder_was_started_by(store: LocalStore) -> None:
     lease = Lease(store, "a", started_by="flow-run-1")
     lease.acquire(wait_seconds=0)
     lease.renew()
-    assert (record := read_lease(store)) is not None
-    assert record.started_by == "flow-run-1"
+    with pytest.raises(LeaseError) as refused:
+        Lease(store, "b").acquire(wait_seconds=0)
+    assert refused.value.started_by == "flow-run-1"
 
 
 def test_a_living_holder_on_this_machine_is_named_and_not_replaced(store: LocalStore) -> None:

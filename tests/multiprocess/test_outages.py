@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from deployments.serve import PREFECT_SETTINGS
-from tests.multiprocess.harness import STEPS, Run, assert_same_training, wait_until
+from tests.multiprocess.harness import SAVE_INTERVAL, STEPS, Run, assert_complete, assert_same_training, wait_until
 from tests.multiprocess.service import PATIENCE_SECONDS, Service
 from trainer.history import RunHistory
 from trainer.processes import tethered
@@ -33,6 +33,19 @@ connection = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=60.0)
 connection.execute("BEGIN EXCLUSIVE")
 print("locked", flush=True)
 sys.stdin.read()
+"""
+# The flow as Prefect's engine runs it for a deployment with a concurrency limit. SIGUSR1 does what the loss of the slot
+# does there.
+TRAIN_WITH_A_SLOT = """
+import signal, sys, threading
+from pathlib import Path
+from prefect._internal.concurrency.cancellation import WatcherThreadCancelScope
+from flows.train import train_run
+from trainer.config import load_config
+
+with WatcherThreadCancelScope() as scope:
+    signal.signal(signal.SIGUSR1, lambda *_: threading.Thread(target=scope.cancel).start())
+    train_run(load_config(Path(sys.argv[1])))
 """
 
 
@@ -191,19 +204,22 @@ def test_a_flow_run_that_is_taken_for_dead_while_it_trains_goes_on_undisturbed(
 ) -> None:
     run = new_run(**{"num_hosts.max": 1})
     service = new_service({"one": run})
-    service.start(run.cwd, SHOAL_TEST_ROW_SECONDS="0.08")
+    service.start(run.cwd, SHOAL_TEST_ROW_SECONDS="0.12")
     flow_run = service.submit("one")
     run.wait_step(1, timeout=PATIENCE_SECONDS)
-    (trainer,) = service.flow_processes(flow_run)
+    # A runner that knows of the process would not start another one.
+    (runner,) = service.processes("deployments.runner")
+    runner.kill()
+    wait_until(lambda: service.output.count("serving train/train") == 2, PATIENCE_SECONDS, lambda: service.output)
 
-    # As the automation for want of signs of life does, at the latest when the server comes back from an outage.
-    service.set_state(flow_run, "CRASHED", "Crashed")
-    wait_until(
-        lambda: len(service.flow_processes(flow_run)) == 2, PATIENCE_SECONDS, lambda: f"a second one: {service.output}"
-    )
-    wait_until(
-        lambda: service.flow_processes(flow_run) == [trainer], PATIENCE_SECONDS, lambda: f"it leaves: {service.output}"
-    )
+    def doubled() -> bool:
+        # As the automation for want of signs of life does, at the latest when the server comes back from an outage.
+        if service.flow_run(flow_run)["state"]["name"] == "Running":
+            service.set_state(flow_run, "CRASHED", "Crashed")
+        return len(service.processes("prefect.engine")) == 2
+
+    wait_until(doubled, PATIENCE_SECONDS, lambda: f"a second process: {service.output}")
+    wait_until(lambda: len(service.processes("prefect.engine")) == 1, PATIENCE_SECONDS, lambda: "it leaves")
     assert not run.of(RunEnded), "it outlasts the other's coming and going"
     assert service.flow_run(flow_run)["state"]["name"] == "Running"
 
@@ -212,6 +228,22 @@ def test_a_flow_run_that_is_taken_for_dead_while_it_trains_goes_on_undisturbed(
     assert len(run.of(RunOpened)) == 1
     assert_same_training(run, reference, abandoned=0)
     assert service.stop() == 0
+
+
+@pytest.mark.slow
+def test_a_flow_run_that_lost_its_concurrency_slot_is_not_interrupted(
+    new_run: Callable[..., Run], reference: Run
+) -> None:
+    run = new_run(env={"SHOAL_TEST_ROW_SECONDS": "0.03"})
+    run.start(program=(sys.executable, "-P", "-c", TRAIN_WITH_A_SLOT))
+    run.wait_step(SAVE_INTERVAL + 5)
+    assert run.process is not None
+    run.process.send_signal(signal.SIGUSR1)
+    code = run.wait_end()
+    assert "Prefect no longer counts this flow run" in run.output
+    assert_complete(run, code)
+    assert_same_training(run, reference, abandoned=0)
+    assert len({event.incarnation for event in run.of(SegmentEnded)}) == 1, "its group trained on"
 
 
 @pytest.mark.slow
