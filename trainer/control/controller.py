@@ -349,9 +349,9 @@ class Controller:
 
         What it found out is not lost: the next call knows of failures, and the next decision is made on what is.
         """
-        interrupted, self._interrupted = self._interrupted, None
-        if interrupted is not None:
-            concurrent.futures.wait([interrupted])
+        if self._interrupted is not None:
+            concurrent.futures.wait([self._interrupted])
+            self._interrupted = None  # only now: this wait may be interrupted as well
 
     def abort(self) -> None:
         """End everything now. Steps since the last commit are lost; nothing else is."""
