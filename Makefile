@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help train test test-slow check format lock clean
+.PHONY: help train test test-slow test-soak check format lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,10 +22,13 @@ train: $(STAMP)  ## train the default job on this machine
 	$(BIN)/shoal train examples/quickstart.yaml
 
 test: check  ## everything that fits into ten minutes
-	$(BIN)/python -m pytest -q -m "not slow" --ignore tests/packaging  # `check` has run those
+	$(BIN)/python -m pytest -q -m "not slow and not soak" --ignore tests/packaging  # `check` has run those
 
 test-slow: $(STAMP)  ## the long fault scenarios
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m "slow and not soak"
+
+test-soak: $(STAMP)  ## long outages and schedules, about two hours
+	$(BIN)/python -m pytest -q -m soak
 
 check: $(STAMP)  ## ruff, mypy, import-linter, packaging
 	$(BIN)/ruff check .

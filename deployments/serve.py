@@ -51,6 +51,9 @@ PREFECT_SETTINGS = {
     "PREFECT_CLIENT_MAX_RETRIES": "10",
     # In memory, a restart of the server would lose who holds a concurrency slot, for good.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    # A slot is given back when its flow run leaves Running, and every death is noticed. Given back by the clock too, it
+    # would be lost by each flow run that an outage kept from renewing it, and Prefect interrupts those.
+    "PREFECT_SERVER_SERVICES_REPOSSESSOR_ENABLED": "false",
 }
 FLOW_SETTINGS = {
     # Prefect starts flow processes with `-m`, which would put a `tasks/` of the user's directory before ours.

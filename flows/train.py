@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
+import logging
 from typing import Any
 
 from prefect import flow, get_run_logger
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import Abort, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
@@ -31,6 +33,8 @@ from trainer.permits import permits_of
 from trainer.planning.policy import Finish, GiveUp, Train, Wait
 from trainer.report import report_is_current
 from trainer.store import run_store
+
+LOG = logging.getLogger("shoal")
 
 
 @flow(name="train", flow_run_name="train {config.run_name}", retries=0, persist_result=False, validate_parameters=True)
@@ -60,7 +64,7 @@ def train_run(config: RunConfig, own_run_each_time: bool = False) -> Any:
         return {"run": config.run_name, "step": step}
     description = describe_job(config)
     run = open_run(config, description, device_memory_bytes=measured_device_memory(config))
-    controller = Controller(run, description, pool=pool_of())
+    controller = Controller(run, description, pool=pool_of(), started_by=flow_run.id)
     with stopping_on_signals(controller), serving_metrics(run.config), watching(run) as watcher:
         try:
             with controller:
@@ -68,7 +72,11 @@ def train_run(config: RunConfig, own_run_each_time: bool = False) -> Any:
                     train(controller)
                 except TerminationSignal as signal:
                     leave(controller, watcher, signal)
-        except LeaseError:
+        except LeaseError as error:
+            if error.started_by == flow_run.id:
+                # Prefect took that process for dead, as after an outage of its server, and started this one. The state
+                # of the flow run is the other's to set: it ends as the training does.
+                raise Abort(f"another process trains for this flow run already: {error}") from error
             raise  # the run is another's, and so is its report
         except StoppedError as error:
             publish_report(run.store)
@@ -95,6 +103,19 @@ def train(controller: Controller) -> None:
         UserCodeError, StoppedError, LeaseError, StorageError: as the controller reports them.
     """
     try:
+        while not is_finished(controller):
+            pass
+    except TerminationSignal:
+        raise  # the run has not ended yet: it stops and saves first
+    except BaseException as error:
+        controller.record_end(error)
+        raise
+    controller.record_end(None)
+
+
+def is_finished(controller: Controller) -> bool:
+    """Decide and act until the last step is committed, or until Prefect interrupts: False then, and nothing is lost."""
+    try:
         while not isinstance(decision := next_decision(controller), Finish):
             match decision:
                 case GiveUp():
@@ -103,12 +124,13 @@ def train(controller: Controller) -> None:
                     wait_for_capacity(controller, decision, decision.reason)
                 case Train():
                     advance(controller, decision)
-    except TerminationSignal:
-        raise  # the run has not ended yet: it stops and saves first
-    except BaseException as error:
-        controller.record_end(error)
-        raise
-    controller.record_end(None)
+    except asyncio.CancelledError:
+        # Thrown into this thread, once at most, by the part of Prefect's engine that keeps the deployment's
+        # concurrency slot: the slot was given away while the server was out of reach. The run's lease is still ours.
+        LOG.warning("Prefect no longer counts this flow run among those of its deployment; training goes on")
+        controller.wait_interrupted()
+        return False
+    return True
 
 
 def advance(controller: Controller, decision: Train) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 from uuid import UUID
 
 import httpx
@@ -48,9 +48,14 @@ _RUNNING_STATE = "Running"
 _INTERVAL_SECONDS = 3.0
 # Drawing takes a second or two of one core, which training could use.
 _OVERVIEW_INTERVAL_SECONDS = 30.0
+# Only Prefect taking a living flow run for dead is found by looking, and that is no hurry.
+_LOOK_AT_STATE_SECONDS = 30.0
 _REQUEST_SECONDS = 2.5
 # Longer than the two requests of a change of state.
 _CLOSING_SECONDS = 6.0
+
+
+Standing = Literal["runs", "taken for dead", "ends"]
 
 
 class Board(Protocol):
@@ -62,11 +67,11 @@ class Board(Protocol):
     def show(self, key: str, markdown: str) -> None:
         """Show a page under this key, in place of what was shown under it before."""
 
-    def runs(self) -> bool:
-        """Whether the flow run is in a running state, of whatever name."""
+    def standing(self) -> Standing:
+        """What Prefect thinks of the flow run, which in truth runs: its process asks."""
 
-    def rename_running_state(self, name: str, message: str) -> None:
-        """Give the state of a flow run that runs another name."""
+    def set_running_state(self, name: str, message: str) -> None:
+        """Give the flow run a running state of this name."""
 
     def publish(self, run_name: str, event: RunEvent) -> None:
         """Hand an event over. Does not block; an event that cannot be delivered is lost."""
@@ -84,12 +89,14 @@ class Watcher:
         *,
         interval_seconds: float = _INTERVAL_SECONDS,
         closing_seconds: float = _CLOSING_SECONDS,
+        look_at_state_seconds: float = _LOOK_AT_STATE_SECONDS,
     ) -> None:
         self._store = store
         self._run_name = run_name
         self._opening_board = board
         self._interval_seconds = interval_seconds
         self._closing_seconds = closing_seconds
+        self._look_at_state_seconds = look_at_state_seconds
         self._progress = LiveProgress(steps)
         self._events = RunEvents()
         self._listening = listening(self)
@@ -105,6 +112,7 @@ class Watcher:
         self._changing_state = threading.Lock()
         self._state_let_go = False
         self._state_told: str | None = _RUNNING_STATE
+        self._next_look_at_state = time.monotonic() + look_at_state_seconds
         self._page_told = ""
         self._away = False
 
@@ -177,7 +185,7 @@ class Watcher:
             now = time.monotonic()
             view = self._progress.look(now)
             self._tell_events(board, view, now)
-            self._tell_state(board, view)
+            self._tell_state(board, view, now)
             self._tell_progress(board, view)
             self._tell_overview(board)
         except (httpx.HTTPError, PrefectException) as error:
@@ -196,16 +204,19 @@ class Watcher:
         for event in events:
             board.publish(self._run_name, event)
 
-    def _tell_state(self, board: Board, view: ProgressView) -> None:
+    def _tell_state(self, board: Board, view: ProgressView, now: float) -> None:
         waiting = view.activity == "waiting for capacity"
         name = WAITING_STATE if waiting else _RUNNING_STATE
         with self._changing_state:
-            if self._state_let_go or name == self._state_told:
+            if self._state_let_go or (name == self._state_told and now < self._next_look_at_state):
+                return
+            standing = board.standing()
+            self._next_look_at_state = now + self._look_at_state_seconds
+            if self._state_let_go or standing == "ends" or (standing == "runs" and name == self._state_told):
                 return
             self._state_told = None  # a request that fails may have been carried out all the same
-            if board.runs() and not self._state_let_go:  # not, for example, being cancelled
-                board.rename_running_state(name, view.detail if waiting else "")
-                self._state_told = name
+            board.set_running_state(name, view.detail if waiting else "")
+            self._state_told = name
 
     def _tell_progress(self, board: Board, view: ProgressView) -> None:
         page = render_progress(view, self._run_name, self._store.location)
@@ -297,11 +308,14 @@ class PrefectBoard:
         page = ArtifactCreate(key=key, type="markdown", data=markdown, flow_run_id=self._flow_run_id)
         self._artifacts[key] = self._client.create_artifact(page).id
 
-    def runs(self) -> bool:
+    def standing(self) -> Standing:
         state = self._client.read_flow_run(self._flow_run_id).state
-        return state is not None and state.is_running()
+        if state is None or state.is_running():
+            return "runs"
+        # Pending is left alone: a process that is being started for it will find out that this one trains.
+        return "taken for dead" if state.is_crashed() or state.is_scheduled() else "ends"
 
-    def rename_running_state(self, name: str, message: str) -> None:
+    def set_running_state(self, name: str, message: str) -> None:
         # Still of the type Running: any other would stop Prefect's engine or its watch over heartbeats.
         self._client.set_flow_run_state(self._flow_run_id, Running(name=name, message=message))
 

@@ -21,7 +21,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.types.names import raise_on_name_alphanumeric_dashes_only
 
 from tasks.events import RunEvent
-from tasks.watching import WAITING_STATE, Watcher, artifact_key, prefect_board, render_progress
+from tasks.watching import WAITING_STATE, Standing, Watcher, artifact_key, prefect_board, render_progress
 from tests.run_directory_builder import RunDirectoryBuilder, play_disturbed_run, topology_of
 from tests.test_progress import metrics, opened, stamp, starting
 from trainer.config import RUN_NAME_PATTERN
@@ -42,6 +42,7 @@ class FakeBoard:
         self.pages: dict[str, list[str]] = {}
         self.states: list[tuple[str, str]] = []
         self.events: list[str] = []
+        self.taken_for_dead = False
         self.calls = 0
         self.looks = 0
         self.away = False
@@ -65,14 +66,17 @@ class FakeBoard:
         self._call()
         self.pages.setdefault(key, []).append(markdown)
 
-    def runs(self) -> bool:
+    def standing(self) -> Standing:
         self.looks += 1
         self._call()
-        return not self.cancelling
+        if self.cancelling:
+            return "ends"
+        return "taken for dead" if self.taken_for_dead else "runs"
 
-    def rename_running_state(self, name: str, message: str) -> None:
+    def set_running_state(self, name: str, message: str) -> None:
         self._call()
         self.states.append((name, message))
+        self.taken_for_dead = False
 
     def publish(self, run_name: str, event: RunEvent) -> None:
         self.events.append(f"{event.name} {run_name}")
@@ -93,6 +97,7 @@ def watcher_on(board: FakeBoard, root: Path, *, closing_seconds: float = 5.0) ->
         contextlib.nullcontext(board),
         interval_seconds=INTERVAL_SECONDS,
         closing_seconds=closing_seconds,
+        look_at_state_seconds=2 * INTERVAL_SECONDS,
     )
 
 
@@ -300,6 +305,20 @@ def test_a_fault_in_the_telling_ends_the_telling_alone(
 # --- the state of the flow run ---------------------------------------------------------------------------------------
 
 
+def test_a_flow_run_that_is_taken_for_dead_is_running_again_and_else_its_state_is_left_alone(
+    board: FakeBoard, tmp_path: Path
+) -> None:
+    with watcher_on(board, tmp_path) as watcher:
+        watcher(opened())
+        eventually(lambda: board.looks > 2)
+        assert board.states == []
+        board.taken_for_dead = True
+        eventually(lambda: board.states == [("Running", "")])
+        looks = board.looks
+        eventually(lambda: board.looks > looks + 2)
+        assert board.states == [("Running", "")]
+
+
 def test_the_state_is_renamed_while_the_run_waits_and_back_when_a_group_starts(
     board: FakeBoard, tmp_path: Path
 ) -> None:
@@ -446,7 +465,7 @@ def test_a_prefect_server_in_trouble_is_an_error_within_seconds_that_the_watcher
         server.server_close()
     started = time.monotonic()
     with temporary_settings({PREFECT_API_URL: url}), prefect_board(uuid4()) as board:
-        for call in (lambda: board.show("key", "page"), board.runs):
+        for call in (lambda: board.show("key", "page"), board.standing):
             with pytest.raises((httpx.HTTPError, PrefectException)):
                 call()
     assert time.monotonic() - started < 15.0

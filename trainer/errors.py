@@ -84,7 +84,11 @@ class StorageError(ShoalError, OSError):
 
 
 class LeaseError(StorageError):
-    """Another controller holds the run's lease, or took it over."""
+    """Another controller holds the run's lease, or took it over. `started_by` is what that one was started by."""
+
+    def __init__(self, message: str, *, started_by: str | None = None) -> None:
+        super().__init__(message)
+        self.started_by = started_by
 
 
 class SegmentFailedError(ShoalError, RuntimeError):

@@ -88,6 +88,8 @@ class LeaseRecord(Record):
     process: ProcessIdentity
     lease_seconds: float
     """A holder that has not renewed for this long, as the observer's own clock measures it, has lost the lease."""
+    started_by: str | None = None
+    """What the holder trains for, for example the id of a Prefect flow run. None: nobody said."""
 
 
 class FileRecord(Record):

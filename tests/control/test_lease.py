@@ -45,6 +45,15 @@ def test_a_free_lease_is_taken_and_a_released_one_is_free_again(store: LocalStor
     assert record.holder == "b"
 
 
+def test_a_lease_says_what_its_holder_was_started_by(store: LocalStore) -> None:
+    lease = Lease(store, "a", started_by="flow-run-1")
+    lease.acquire(wait_seconds=0)
+    lease.renew()
+    with pytest.raises(LeaseError) as refused:
+        Lease(store, "b").acquire(wait_seconds=0)
+    assert refused.value.started_by == "flow-run-1"
+
+
 def test_a_living_holder_on_this_machine_is_named_and_not_replaced(store: LocalStore) -> None:
     Lease(store, "a").acquire(wait_seconds=0)
     with pytest.raises(LeaseError, match=r"controller a .*is training this run"):

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,10 +115,19 @@ class Run:
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
-    def start(self, *overrides: str, on_terminal: bool = False, **environment: str) -> None:
-        """`shoal train CONFIG --set …` in the background; on a pseudo-terminal of its own if asked."""
+    def start(
+        self,
+        *overrides: str,
+        on_terminal: bool = False,
+        program: Sequence[str] = (*SHOAL, "train"),
+        **environment: str,
+    ) -> None:
+        """`shoal train CONFIG --set …` in the background; on a pseudo-terminal of its own if asked.
+
+        Another `program` is given the same arguments.
+        """
         assert self.process is None or self.process.poll() is not None, "this run is being trained already"
-        command = [*SHOAL, "train", str(self.config_path), *(part for each in overrides for part in ("--set", each))]
+        command = [*program, str(self.config_path), *(part for each in overrides for part in ("--set", each))]
         output = self.cwd / f"output-{len(self._outputs)}.txt"
         self._outputs.append(output)
         self._started_at = time.monotonic()

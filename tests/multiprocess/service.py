@@ -30,8 +30,8 @@ class Service:
             self.port: int = probe.getsockname()[1]
         self.directory = directory
         self.mark = uuid.uuid4().hex
-        self._environment = {**environment, _MARK: self.mark}
-        self._environment.pop("PREFECT_API_URL", None)
+        self.environment = {**environment, _MARK: self.mark}
+        self.environment.pop("PREFECT_API_URL", None)
         self.path = directory / "serve.yaml"
         schedules = settings.pop("schedules", {})
         self.path.write_text(
@@ -64,7 +64,7 @@ class Service:
             self.process = subprocess.Popen(
                 [*SHOAL, "serve", str(self.path)],
                 cwd=cwd,
-                env={**self._environment, **environment},
+                env={**self.environment, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

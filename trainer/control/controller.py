@@ -101,19 +101,22 @@ class _Disturbance:
 class Controller:
     """Use as a context manager: entering takes the lease and gets hosts, leaving ends every process of the run.
 
-    The hosts are those of `pool`, a pool that a keeper keeps on this machine, or a private pool's.
+    The hosts are those of `pool`, a pool that a keeper keeps on this machine, or a private pool's. `started_by` is
+    written into the lease, for others who were started by the same.
 
     Public methods are called from the flow's thread and block, unless they say otherwise.
     """
 
-    def __init__(self, run: OpenedRun, description: JobDescription, *, pool: str | None = None) -> None:
+    def __init__(
+        self, run: OpenedRun, description: JobDescription, *, pool: str | None = None, started_by: str | None = None
+    ) -> None:
         self.id = f"c{uuid.uuid4().hex[:12]}"
         self.run = run
         self.config: RunConfig = run.config
         self._description = description
         self._store = run.store
         self._catalog = Catalog(run.store)
-        self._lease = Lease(run.store, self.id)
+        self._lease = Lease(run.store, self.id, started_by)
         self._storage = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-storage")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="shoal-controller", daemon=True)
@@ -337,11 +340,18 @@ class Controller:
         thread away from goes on here, and is waited for first.
         """
         self.request_stop(reason)
-        interrupted, self._interrupted = self._interrupted, None
-        if interrupted is not None:
-            concurrent.futures.wait([interrupted])
+        self.wait_interrupted()
         with contextlib.suppress(StoppedError):
             self.situation()
+
+    def wait_interrupted(self) -> None:
+        """Return once the call that an exception tore the flow's thread away from has ended, however it ended.
+
+        What it found out is not lost: the next call knows of failures, and the next decision is made on what is.
+        """
+        if self._interrupted is not None:
+            concurrent.futures.wait([self._interrupted])
+            self._interrupted = None  # only now: this wait may be interrupted as well
 
     def abort(self) -> None:
         """End everything now. Steps since the last commit are lost; nothing else is."""

@@ -29,9 +29,10 @@ _POLL_SECONDS = 0.25
 class Lease:
     """Held from `acquire` to `release`. Threads may renew at once: each renewal is one `Store.update`."""
 
-    def __init__(self, store: Store, holder: str) -> None:
+    def __init__(self, store: Store, holder: str, started_by: str | None = None) -> None:
         self._store = store
         self.holder = holder
+        self.started_by = started_by
         self.incarnation = 0
 
     def acquire(self, wait_seconds: float, on_wait: Callable[[str], None] = lambda _: None) -> None:
@@ -49,10 +50,10 @@ class Lease:
                 break
             if seen != (record.holder, record.renewals):
                 if seen is not None:
-                    raise LeaseError(f"{describe_holder(record)} is training this run")
+                    raise _held(record, "is training this run")
                 if is_here(record):
                     # The process lives, on this machine: waiting would only show what is known already.
-                    raise LeaseError(f"{describe_holder(record)} is training this run")
+                    raise _held(record, "is training this run")
                 seen, seen_at = (record.holder, record.renewals), time.monotonic()
                 on_wait(
                     f"{describe_holder(record)} held the lease; waiting {record.lease_seconds:.0f} s for it to expire"
@@ -60,7 +61,7 @@ class Lease:
             elif time.monotonic() - seen_at >= record.lease_seconds:
                 break
             if time.monotonic() > deadline:
-                raise LeaseError(f"{describe_holder(record)} holds the lease of this run")
+                raise _held(record, "holds the lease of this run")
             time.sleep(_POLL_SECONDS)
         expected = record
 
@@ -84,7 +85,8 @@ class Lease:
             current = _parse(old)
             if current is None or current.holder != self.holder:
                 raise LeaseError(
-                    f"the lease of this run was taken by {describe_holder(current) if current else 'nobody known'}"
+                    f"the lease of this run was taken by {describe_holder(current) if current else 'nobody known'}",
+                    started_by=current.started_by if current else None,
                 )
             self.incarnation = max(current.incarnation, incarnation or 0)
             return to_json(self._record(renewals=current.renewals + 1))
@@ -111,6 +113,7 @@ class Lease:
             host_name=socket.gethostname(),
             process=identify(os.getpid()),
             lease_seconds=LEASE_SECONDS,
+            started_by=self.started_by,
         )
 
 
@@ -136,6 +139,10 @@ def holder_is_dead(record: LeaseRecord) -> bool:
 
 def describe_holder(record: LeaseRecord) -> str:
     return f"controller {record.holder} (process {record.process.pid} on {record.host_name})"
+
+
+def _held(record: LeaseRecord, doing: str) -> LeaseError:
+    return LeaseError(f"{describe_holder(record)} {doing}", started_by=record.started_by)
 
 
 def _highest_used(store: Store) -> int:
