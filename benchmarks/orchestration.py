@@ -45,7 +45,7 @@ from benchmarks.segment_loop import LEFT_OUT, Block, Order, Side
 from benchmarks.servers import KINDS, TABLES, TITLES, Contents, Server, end, find_postgres, free_port, serving
 from benchmarks.tiny_job import ROW_SECONDS_VARIABLE
 from deployments.capacity_events import CAPACITY_CHANGED, GROWTH_LABEL
-from deployments.serve import pool_id
+from deployments.serve import service_id
 from deployments.serve_config import ServeConfig
 from trainer import wire
 from trainer.config import RunConfig, parse_config
@@ -365,11 +365,11 @@ class Service:
     def offer(self, hosts: int) -> float:
         """As `shoal pool --hosts`. Returns when, in seconds since the epoch."""
         now = time.time()
-        RemotePool.find(pool_id(self._path)).offer(hosts)
+        RemotePool.find(service_id(self._path)).offer(hosts)
         return now
 
     def view(self) -> wire.PoolView:
-        return RemotePool.find(pool_id(self._path)).view()
+        return RemotePool.find(service_id(self._path)).view()
 
     def wait_training_on(self, hosts: int) -> None:
         def trains() -> bool:
