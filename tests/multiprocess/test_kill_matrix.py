@@ -259,7 +259,7 @@ def test_service_and_server_may_die_while_a_run_trains(
     assert service.flow_run(flow_run)["state"]["name"] == "Running"
 
     # Somebody takes it for dead all the same: a second process comes, and does not train.
-    service.set_state(flow_run, "CRASHED", "Crashed")
+    service.set_state(flow_run, "SCHEDULED", "AwaitingRetry")
     wait_until(
         lambda: len(service.flow_processes(flow_run)) == 2, PATIENCE_SECONDS, lambda: f"a second one {service.output}"
     )
