@@ -17,8 +17,8 @@ from pathlib import Path
 from prefect.client.orchestration import get_client
 from prefect.runner import Runner
 
+from deployments.attending import Attendant
 from deployments.capacity_events import tell_capacity_changes
-from deployments.false_starts import give_up_false_starts
 from deployments.registration import (
     CONTINUED_TAG,
     alerts,
@@ -53,8 +53,7 @@ async def run(path: Path) -> None:
     async with get_client() as client:
         for line in await tidy_flow_runs(client, [deployment.full_name for deployment in wanted]):
             LOG.info(line)
-        for deployment in wanted:
-            await runner.aadd_deployment(deployment)
+        ids = [await runner.aadd_deployment(deployment) for deployment in wanted]
         block = None
         if (name := config.alerts.notification_block) is not None:
             block = await notification_block_id(client, name)
@@ -64,7 +63,8 @@ async def run(path: Path) -> None:
     LOG.info("serving %s", ", ".join(deployment.full_name for deployment in wanted))
     async with get_client() as client, asyncio.TaskGroup() as tasks:
         tasks.create_task(runner.start())
-        tasks.create_task(give_up_false_starts(client, CONTINUED_TAG))
+        attendant = Attendant(client, CONTINUED_TAG, ids, continue_crashed=config.continue_crashed)
+        tasks.create_task(attendant.attend())
         if pool is not None:
             tasks.create_task(tell_capacity_changes(pool))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deployments.false_starts import MOST_FALSE_STARTS
+from deployments.attending import MOST_FALSE_STARTS
 from deployments.serve import service_id
 from tests.multiprocess.harness import STEPS, Run, assert_same_training, describe, wait_until
 from tests.multiprocess.service import PATIENCE_SECONDS, Service

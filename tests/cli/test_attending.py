@@ -8,7 +8,7 @@ import pytest
 from prefect.client.schemas.objects import State
 from prefect.states import AwaitingRetry, Crashed, Failed, Pending, Running, Scheduled
 
-from deployments.false_starts import false_starts
+from deployments.attending import false_starts
 
 DEATH = (Scheduled, Pending, Crashed)
 
