@@ -55,6 +55,7 @@ def test_the_newest_checkpoint_is_evaluated_on_samples_that_the_run_never_trains
     assert said.stdout.startswith("step 3 (checkpoints/1/3): loss ")
 
 
+@pytest.mark.slow
 def test_on_a_batch_that_was_trained_on_it_is_the_loss_that_training_had_there(
     finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +74,7 @@ def test_on_a_batch_that_was_trained_on_it_is_the_loss_that_training_had_there(
         assert measure(request).loss == pytest.approx(history.metrics[step].loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_other_data_are_evaluated_without_a_claim_about_them(finished_run: FinishedRun, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("0123456789" * 20)  # 12 samples, nothing like the run's

@@ -92,6 +92,7 @@ def test_a_dry_run_and_the_newest_step_change_nothing(moved: Path, shoal: Comman
     assert listing(moved) == before
 
 
+@pytest.mark.slow
 def test_a_complete_run_that_is_rolled_back_is_trained_again_to_the_same_end(moved: Path, shoal: CommandLine) -> None:
     before = RunHistory.load(LocalStore(moved))
     abandoned = {path: (moved / path).read_bytes() for path in listing(moved) if (moved / path).is_file()}

@@ -327,7 +327,7 @@ def tenant_with_a_worker(kept: KeptPool, worker: multiprocessing.Queue[int]) -> 
 def test_a_frozen_controller_loses_its_workers_and_then_its_hosts(kept: KeptPool) -> None:
     pool = kept.remote()
     agents = sorted(kept.agents())
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     started = context.Queue()
     process = context.Process(target=tenant_with_a_worker, args=(kept, started))
     process.start()
