@@ -5,7 +5,7 @@ a restart of the server, the first change of a flow run's state may be held back
 looks as well: at the states that Prefect has, and at the processes of this machine.
 
 - Running, but no process here executes it: Crashed.
-- Crashed, and nobody has continued it: scheduled again (`continue_crashed`).
+- Crashed, without a process here, and nobody has continued it: scheduled again (`continue_crashed`).
 - About to start, after its process died too often in a row before the flow began (broken installations, killers in the
   environment): Failed. The flow, which counts the deaths of a run that it has opened, is never reached then.
 """
@@ -95,8 +95,11 @@ class Attendant:
 
     async def _continue_forgotten(self) -> None:
         now = datetime.datetime.now(tz=datetime.UTC)
-        for run in await self._flow_runs(StateType.CRASHED):
-            if run.state is not None and _LEFT_ALONE < now - run.state.timestamp < _FORGOTTEN:
+        crashed = await self._flow_runs(StateType.CRASHED)
+        here = await asyncio.to_thread(flow_runs_here)  # one that trains says so itself: see tasks.watching
+        for run in crashed:
+            forgotten = run.state is not None and _LEFT_ALONE < now - run.state.timestamp < _FORGOTTEN
+            if forgotten and run.id not in here:
                 LOG.info("flow run %s has crashed and was not continued: scheduled again", run.name)
                 await self._client.set_flow_run_state(
                     run.id, Scheduled(message="Its process died; continued by Shoal.")
