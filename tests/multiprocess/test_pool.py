@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,21 +14,6 @@ from trainer import wire
 from trainer.records import CheckpointCommitted, FirstStep, GroupStarting, Recovered, RunEnded, Waiting
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def new_service(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..., Service]]:
-    made: list[Service] = []
-
-    def new(runs: dict[str, Run], **settings: Any) -> Service:
-        home = {"PREFECT_HOME": str(tmp_path / "prefect-home")}
-        service = Service(tmp_path / f"service-{len(made)}", {**environment, **home}, runs, **settings)
-        made.append(service)
-        return service
-
-    yield new
-    for service in made:
-        service.clean_up()
 
 
 def pool_of(run: Run, *options: str) -> wire.PoolView:
@@ -49,7 +33,7 @@ def assert_complete(run: Run) -> None:
 
 
 def test_a_run_grows_with_its_pool_and_the_hosts_outlive_flow_and_run(
-    new_run: Callable[..., Run], new_service: Callable[..., Service], reference: Run
+    new_run: Callable[..., Run], new_service: Callable[..., Service], reference: Run, tmp_path: Path
 ) -> None:
     first, second, third = (new_run(name, run_name=name) for name in ("first", "second", "third"))
     service = new_service(
@@ -61,7 +45,9 @@ def test_a_run_grows_with_its_pool_and_the_hosts_outlive_flow_and_run(
         },
         look_at_pool_seconds=3600,
     )
-    service.start(first.cwd, SHOAL_TEST_ROW_SECONDS="0.1")  # 0.8 s a step on two hosts, 0.4 s on four
+    pause = tmp_path / "pause"
+    # 0.8 s a step on two hosts, 0.4 s on four
+    service.start(first.cwd, SHOAL_TEST_ROW_SECONDS="0.1", SHOAL_TEST_PAUSE=str(pause))
     wait_until(lambda: len(pool_of(first).free) == 4, PATIENCE_SECONDS, lambda: "four hosts are there")
     pool_of(first, "--hosts", "2")
     wait_until(lambda: len(agents(pool_of(first))) == 2, PATIENCE_SECONDS, lambda: "two hosts are left")
@@ -96,8 +82,10 @@ def test_a_run_grows_with_its_pool_and_the_hosts_outlive_flow_and_run(
     # Two runs that want all of it: one after the other.
     flow_runs = [service.submit("second")]
     second.wait_event(FirstStep, timeout=PATIENCE_SECONDS)
+    pause.touch()
     flow_runs.append(service.submit("third"))
     waiting = third.wait_event(Waiting, timeout=PATIENCE_SECONDS)
+    pause.unlink()
     assert waiting.usable == 0
     for each in flow_runs:
         service.wait_state(each, "Completed")
