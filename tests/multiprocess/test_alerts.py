@@ -148,7 +148,12 @@ def test_each_kind_of_alert_fires_and_is_sent(new_run: Callable[..., Run], prefe
         assert reason in inbox.wait("waiting")
         run.interrupt()
         run.wait_end()
-        told = names_of_events(prefect_api, run)
+        # The server writes events down some seconds after it has them.
+        told = wait_until(
+            lambda: "shoal.ended" in (names := names_of_events(prefect_api, run)) and names,
+            PATIENCE_SECONDS,
+            lambda: f"the last event: {names_of_events(prefect_api, run)}",
+        )
         assert told[0] == "shoal.started"
         assert told[-1] == "shoal.ended"
         assert told.count("shoal.incident") == 2

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
-from tests.multiprocess.harness import Run
+from tests.multiprocess.harness import Run, wait_until
 from tests.multiprocess.service import PATIENCE_SECONDS, Service
 from trainer.records import CheckpointCommitted, RunEnded, RunOpened
 
@@ -69,9 +69,15 @@ def picture(page: Page, tmp_path: Path) -> Callable[[str], None]:
 
 
 def open_artifact(page: Page, run_page: str, key: str) -> None:
-    """From the page of the flow run, as soon as the artifact is there."""
-    page.goto(run_page)
-    page.get_by_role("tab", name="Artifacts").click()
+    """From the page of the flow run, as soon as the artifact is there. The list does not renew itself."""
+
+    def listed() -> bool:
+        page.goto(run_page)
+        page.get_by_role("tab", name="Artifacts").click()
+        page.wait_for_load_state("networkidle")
+        return page.get_by_role("link", name=key).is_visible()
+
+    wait_until(listed, PATIENCE_SECONDS, lambda: f"{key} is listed on {run_page}")
     page.get_by_role("link", name=key).click()
 
 
