@@ -67,7 +67,7 @@ def test_a_pausing_run_whose_host_never_returns_gives_up_with_its_state_saved(ne
 
 
 def test_planned_changes_of_capacity_lose_and_repeat_no_step(new_run: NewRun, reference: Run) -> None:
-    run = new_run(env={"SHOAL_TEST_ROW_SECONDS": "0.04"})
+    run = new_run(env={"SHOAL_TEST_ROW_SECONDS": "0.06"})
     run.start()
     run.wait_step(8)
     # The command takes seconds on a busy machine; on one host steps are slow enough for that.
