@@ -599,7 +599,7 @@ def test_recovery_measures_a_kill_and_the_way_back(tmp_path: Path, environment: 
     assert [grow["steps_lost"] for grow in document["grows"]] == [0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_orchestration_measures_segments_and_growth(tmp_path: Path, environment: dict[str, str]) -> None:
     """One pair of blocks against one server, one growth from one host to two."""
     figures = tmp_path / "figures.json"

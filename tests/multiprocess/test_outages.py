@@ -138,7 +138,7 @@ class Refusing:
     ("seconds", "kind"),
     [
         pytest.param(30.0, Hanging, marks=pytest.mark.slow),
-        pytest.param(30.0, Refusing, marks=pytest.mark.slow),
+        pytest.param(30.0, Refusing, marks=pytest.mark.soak),
         pytest.param(30.0, Locked, marks=pytest.mark.slow),
         pytest.param(300.0, Hanging, marks=pytest.mark.soak),
         pytest.param(300.0, Refusing, marks=pytest.mark.soak),
