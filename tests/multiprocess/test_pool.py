@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deployments.serve import service_id
 from tests.multiprocess.harness import STEPS, Run, assert_same_training, wait_until
 from tests.multiprocess.service import PATIENCE_SECONDS, Service
 from trainer import wire
@@ -16,9 +17,9 @@ from trainer.records import CheckpointCommitted, FirstStep, GroupStarting, Recov
 pytestmark = pytest.mark.slow
 
 
-def pool_of(run: Run, *options: str) -> wire.PoolView:
+def pool_of(run: Run, service: Service, *options: str) -> wire.PoolView:
     """`shoal pool --json`."""
-    finished = run.shoal("pool", "--json", *options)
+    finished = run.shoal("pool", service_id(service.path), "--json", *options)
     assert finished.returncode == 0, finished.stderr
     return wire.PoolView.model_validate(json.loads(finished.stdout))
 
@@ -48,15 +49,15 @@ def test_a_run_grows_with_its_pool_and_the_hosts_outlive_flow_and_run(
     pause = tmp_path / "pause"
     # 0.8 s a step on two hosts, 0.4 s on four
     service.start(first.cwd, SHOAL_TEST_ROW_SECONDS="0.1", SHOAL_TEST_PAUSE=str(pause))
-    wait_until(lambda: len(pool_of(first).free) == 4, PATIENCE_SECONDS, lambda: "four hosts are there")
-    pool_of(first, "--hosts", "2")
-    wait_until(lambda: len(agents(pool_of(first))) == 2, PATIENCE_SECONDS, lambda: "two hosts are left")
+    wait_until(lambda: len(pool_of(first, service).free) == 4, PATIENCE_SECONDS, lambda: "four hosts are there")
+    pool_of(first, service, "--hosts", "2")
+    wait_until(lambda: len(agents(pool_of(first, service))) == 2, PATIENCE_SECONDS, lambda: "two hosts are left")
 
     # It trains on what there is, and grows by itself, without losing a step, when there is more.
     flow_run = service.submit("first")
     first.wait_step(2, timeout=PATIENCE_SECONDS)
-    assert [tenancy.run for tenancy in pool_of(first).tenancies] == [str(first.directory)]
-    pool_of(first, "--hosts", "4")
+    assert [tenancy.run for tenancy in pool_of(first, service).tenancies] == [str(first.directory)]
+    pool_of(first, service, "--hosts", "4")
     grown = first.wait_event(Recovered, timeout=PATIENCE_SECONDS)
     assert (grown.planned, grown.from_hosts, grown.to_hosts) == (True, 2, 4), first.story()
     assert grown.step == grown.resumed_from
@@ -70,14 +71,14 @@ def test_a_run_grows_with_its_pool_and_the_hosts_outlive_flow_and_run(
     print(artifacts[0]["data"])
 
     # Its flow process dies; the next one finds the same hosts.
-    before = agents(pool_of(first))
+    before = agents(pool_of(first, service))
     first.wait_event(CheckpointCommitted, lambda event: event.incarnation == grown.incarnation)
     (process,) = service.flow_processes(flow_run)
     process.kill()
     service.wait_state(flow_run, "Completed")
     assert_complete(first)
     assert_same_training(first, reference)
-    assert agents(pool_of(first)) == before
+    assert agents(pool_of(first, service)) == before
 
     # Two runs that want all of it: one after the other.
     flow_runs = [service.submit("second")]
@@ -95,11 +96,12 @@ def test_a_run_grows_with_its_pool_and_the_hosts_outlive_flow_and_run(
         (group,) = run.of(GroupStarting)
         assert len(group.topology.hosts) == 4
     assert second.of(RunEnded)[-1].time < third.of(FirstStep)[0].time
-    view = pool_of(first)
+    view = pool_of(first, service)
     assert agents(view) == before
     assert view.tenancies == ()
     assert len(view.free) == 4
 
     assert service.stop() == 0
     assert service.processes() == []
-    assert "no pool is kept" in first.shoal("pool").stderr
+    pool = service_id(service.path)
+    assert f"no pool {pool} is kept" in first.shoal("pool", pool).stderr
