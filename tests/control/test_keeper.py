@@ -106,7 +106,7 @@ def kept(started: KeptPool) -> Iterator[KeptPool]:
 class Tenant:
     """What a controller does with its hosts, without a run."""
 
-    def __init__(self, pool: KeptPool, name: str, run: str, *, max_hosts: int = 3, devices_per_host: int = 2) -> None:
+    def __init__(self, pool: str, name: str, run: str, *, max_hosts: int = 3, devices_per_host: int = 2) -> None:
         values = {"num_hosts": {"max": max_hosts}, "engine": {"devices_per_host": devices_per_host}}
         config = parse_config({"run_name": "r", "steps": 1, **values})
         self.states: list[tuple[str, str]] = []
@@ -114,7 +114,7 @@ class Tenant:
         self._changed = asyncio.Event()
         self.tenancy = Tenancy(
             config,
-            pool=pool.id,
+            pool=pool,
             run=run,
             controller=name,
             root=runtime_root(),
@@ -145,7 +145,7 @@ class Tenant:
 
 
 @contextlib.asynccontextmanager
-async def tenant(pool: KeptPool, name: str, run: str, **settings: int) -> AsyncIterator[Tenant]:
+async def tenant(pool: str, name: str, run: str, **settings: int) -> AsyncIterator[Tenant]:
     made = Tenant(pool, name, run, **settings)
     await made.tenancy.open()
     try:
@@ -206,10 +206,10 @@ def test_hosts_go_to_one_run_after_the_other_and_no_worker_of_the_first_is_left(
     pool = kept.remote()
 
     async def scene() -> None:
-        async with tenant(kept, "c1", "/runs/one") as first:
+        async with tenant(kept.id, "c1", "/runs/one") as first:
             await first.wait_usable(0, 1, 2)
             worker = await start_worker(first, "host-1")
-            async with tenant(kept, "c2", "/runs/two") as second:
+            async with tenant(kept.id, "c2", "/runs/two") as second:
                 assert second.usable == set()
                 assert {host.tenancy for host in (await asyncio.to_thread(pool.view)).hosts} == {"c1"}
                 await first.tenancy.close()
@@ -224,10 +224,10 @@ def test_hosts_go_to_one_run_after_the_other_and_no_worker_of_the_first_is_left(
 def test_a_new_controller_of_a_run_takes_over_from_the_old_one(kept: KeptPool) -> None:
 
     async def scene() -> None:
-        async with tenant(kept, "c1", "/runs/one") as old:
+        async with tenant(kept.id, "c1", "/runs/one") as old:
             await old.wait_usable(0, 1, 2)
             worker = await start_worker(old, "host-0")
-            async with tenant(kept, "c2", "/runs/one") as new:
+            async with tenant(kept.id, "c2", "/runs/one") as new:
                 await new.wait_usable(0, 1, 2)
                 assert not psutil.pid_exists(worker)
                 await old.wait(lambda: bool(old.over))
@@ -241,7 +241,7 @@ def test_a_lost_host_comes_back_into_its_tenancy(kept: KeptPool) -> None:
     pool = kept.remote()
 
     async def scene() -> None:
-        async with tenant(kept, "c1", "/runs/one") as first, tenant(kept, "c2", "/runs/two") as second:
+        async with tenant(kept.id, "c1", "/runs/one") as first, tenant(kept.id, "c2", "/runs/two") as second:
             await first.wait_usable(0, 1, 2)
             groups = {host.host_id: host.process_group for host in (await asyncio.to_thread(pool.view)).hosts}
             group = groups["host-1"]
@@ -265,7 +265,7 @@ def test_hosts_leave_when_the_run_lets_them_go_and_come_back_only_when_given(kep
     pool = kept.remote()
 
     async def scene() -> None:
-        async with tenant(kept, "c1", "/runs/one") as first:
+        async with tenant(kept.id, "c1", "/runs/one") as first:
             await first.wait_usable(0, 1, 2)
             pool_process = {host.host_id: host.pid for host in (await asyncio.to_thread(pool.view)).hosts}
             await asyncio.to_thread(pool.offer, 2)
@@ -305,18 +305,18 @@ def test_hosts_leave_when_the_run_lets_them_go_and_come_back_only_when_given(kep
 def test_a_run_for_other_hosts_is_refused(kept: KeptPool) -> None:
 
     async def scene() -> None:
-        async with tenant(kept, "c1", "/runs/one", devices_per_host=4) as refused:
+        async with tenant(kept.id, "c1", "/runs/one", devices_per_host=4) as refused:
             assert "engine.devices_per_host is 4, the pool's 2" in str(refused.over[0])
             assert refused.usable == set()
 
     run(scene)
 
 
-def tenant_with_a_worker(kept: KeptPool, worker: multiprocessing.Queue[int]) -> None:
+def tenant_with_a_worker(pool: str, worker: multiprocessing.Queue[int]) -> None:
     """For a process of its own: holds all hosts and a worker until it is killed."""
 
     async def scene() -> None:
-        async with tenant(kept, "c1", "/runs/one") as each:
+        async with tenant(pool, "c1", "/runs/one") as each:
             await each.wait_usable(0, 1, 2)
             worker.put(await start_worker(each, "host-0"))
             await asyncio.Event().wait()
@@ -329,7 +329,7 @@ def test_a_frozen_controller_loses_its_workers_and_then_its_hosts(kept: KeptPool
     agents = sorted(kept.agents())
     context = multiprocessing.get_context("spawn")
     started = context.Queue()
-    process = context.Process(target=tenant_with_a_worker, args=(kept, started))
+    process = context.Process(target=tenant_with_a_worker, args=(kept.id, started))
     process.start()
     try:
         worker = started.get(timeout=DEADLINE_SECONDS)
@@ -351,7 +351,7 @@ def test_no_host_is_ever_in_two_tenancies(kept: KeptPool) -> None:
 
     async def come_and_go(name: str) -> None:
         for turn in range(6):
-            async with tenant(kept, f"{name}-{turn}", f"/runs/{name}", max_hosts=random.choice([1, 2, 3])) as each:
+            async with tenant(kept.id, f"{name}-{turn}", f"/runs/{name}", max_hosts=random.choice([1, 2, 3])) as each:
                 mine: set[str] = set()
 
                 def note(each: Tenant = each, mine: set[str] = mine) -> bool:
@@ -377,8 +377,8 @@ def test_a_killed_keeper_takes_nothing_with_it_and_the_next_one_goes_on(own: Kep
 
     async def scene() -> None:
         async with (
-            tenant(own, "c1", "/runs/one", max_hosts=2) as first,
-            tenant(own, "c2", "/runs/two", max_hosts=1) as second,
+            tenant(own.id, "c1", "/runs/one", max_hosts=2) as first,
+            tenant(own.id, "c2", "/runs/two", max_hosts=1) as second,
         ):
             await first.wait_usable(0, 1)
             await second.wait_usable(2)
