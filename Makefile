@@ -27,7 +27,7 @@ test: check  ## everything that fits into ten minutes
 test-slow: $(STAMP)  ## the long fault scenarios
 	$(BIN)/python -m pytest -q -m "slow and not soak"
 
-test-soak: $(STAMP)  ## long outages and schedules, about two hours
+test-soak: $(STAMP)  ## kill matrix, long outages and schedules, about two hours
 	$(BIN)/python -m pytest -q -m soak
 
 check: $(STAMP)  ## ruff, mypy, import-linter, packaging

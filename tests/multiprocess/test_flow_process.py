@@ -26,6 +26,7 @@ NewRun = Callable[..., Run]
 CONTACT_TIMEOUT_SECONDS = 3.0  # as in the harness's base configuration
 
 
+@pytest.mark.slow
 def test_a_killed_flow_process_is_replaced_at_once_and_a_second_one_is_refused(new_run: NewRun, reference: Run) -> None:
     """One run through three processes of `shoal train`: killed, refused while its successor lives, finished already."""
     run = new_run(env={"SHOAL_TEST_ROW_SECONDS": "0.03"})  # slow enough for the second one to come in time

@@ -33,7 +33,7 @@ from trainer.records import (
     WorkerPhase,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 POOL = {
     "hosts": 2,

@@ -139,7 +139,7 @@ class Refusing:
     [
         pytest.param(30.0, Hanging, marks=pytest.mark.slow),
         pytest.param(30.0, Refusing, marks=pytest.mark.soak),
-        pytest.param(30.0, Locked, marks=pytest.mark.slow),
+        pytest.param(30.0, Locked, marks=pytest.mark.soak),
         pytest.param(300.0, Hanging, marks=pytest.mark.soak),
         pytest.param(300.0, Refusing, marks=pytest.mark.soak),
         pytest.param(1200.0, Hanging, marks=pytest.mark.soak),
